@@ -35,7 +35,7 @@
     ├── OutOfMemoryError            a pool or the system has no memory left
     └── InternalError               a fault of this library
 
-Every error carries `status` (the LLM-DataDist code), `peer` (a cluster id), `transport` (a name) and `hint` (what to do).
+Every error carries `status` (the LLM-DataDist code), `peer` (a cluster id), `transport` and `hint` (what to do).
 Wrong use raises at the call; what goes wrong later is raised by the await.
 """
 
