@@ -35,7 +35,7 @@
     ├── OutOfMemoryError            a pool or the system has no memory left
     └── InternalError               a fault of this library
 
-Every error carries `status` (the LLM-DataDist code), `peer` (a cluster id), `transport` and `hint` (what to do).
+Every error carries `status` (the LLM-DataDist code), `peer` (a cluster id), `transport`, and `hint`: the fix.
 Wrong use raises at the call; what goes wrong later is raised by the await.
 """
 
@@ -147,7 +147,7 @@ class NativeStatus(IntEnum):
 
 
 def _restore(cls: type[DataDistError], args: tuple[Any, ...], state: dict[str, Any]) -> DataDistError:
-    """Rebuild a pickled or copied error without calling `__init__`, whose parameters differ from class to class."""
+    """Rebuild a pickled or copied error without `__init__`, whose parameters differ from class to class."""
     error = cls.__new__(cls)
     error.args = args
     error.__dict__.update(state)
@@ -177,7 +177,7 @@ class DataDistError(Exception):
 
     Notes
     -----
-    Errors pickle and copy with all their attributes. As with every exception, cause and traceback do not travel.
+    Errors pickle and copy with all their attributes. As with any exception, cause and traceback stay behind.
     """
 
     default_status: ClassVar[Status] = Status.FAILED
@@ -224,7 +224,7 @@ class DataDistError(Exception):
         return (_restore, (type(self), self.args, dict(self.__dict__)))
 
 
-# Wrong use. ---------------------------------------------------------------------------------------------------------
+# Wrong use. -------------------------------------------------------------------------------------------------
 
 
 class UsageError(DataDistError):
@@ -265,7 +265,7 @@ class ForkedError(UsageError):
     """A DataDist was used in a forked child. It belongs to the parent; the child opens its own."""
 
 
-# Links. -------------------------------------------------------------------------------------------------------------
+# Links. -----------------------------------------------------------------------------------------------------
 
 
 class LinkError(DataDistError):
@@ -297,7 +297,7 @@ class LinkTimeout(LinkError, TimeoutError):
 class PeerLostError(LinkError, ConnectionError):
     """The peer died, was killed, or sent no heartbeat within the limit.
 
-    The status is NOT_YET_LINK: of the codes that a transfer can end with, the one whose remedy is to link again.
+    The status is NOT_YET_LINK: of the codes a transfer can end with, the one whose remedy is to link again.
     """
 
     default_status = Status.NOT_YET_LINK
@@ -307,7 +307,7 @@ class ProtocolError(LinkError):
     """The peer sent something that the protocol does not allow. The connection is dropped."""
 
 
-# Transfers. ---------------------------------------------------------------------------------------------------------
+# Transfers. -------------------------------------------------------------------------------------------------
 
 
 class TransferError(DataDistError):
@@ -349,14 +349,14 @@ class TransferTimeout(TransferError, TimeoutError):
 
 
 class TransferAborted(TransferError):
-    """The peer, a fence, a closing or force ended the transfer. A cancel by the caller is a CancelledError instead."""
+    """The peer, a fence, a closing or force ended the transfer; a caller's cancel is a CancelledError."""
 
 
 class PartialTransferError(TransferError):
     """Part of the transfer landed and the rest failed; `bytes_done` says how much landed."""
 
 
-# Caches. ------------------------------------------------------------------------------------------------------------
+# Caches. ----------------------------------------------------------------------------------------------------
 
 
 class CacheError(DataDistError):
@@ -418,14 +418,14 @@ class CacheMismatch(CacheError):
 
 
 class CacheAccessError(CacheError):
-    """The cache does not permit that access: read-only memory as a destination, ``remote="r"``, or ``remote=None``."""
+    """The cache does not permit that access: read-only destination, ``remote="r"``, or ``remote=None``."""
 
 
 class BlockIndexError(CacheError, ValueError):
     """A block index is out of range or repeated in a destination, or two block lists differ in length."""
 
 
-# Transports and resources. ------------------------------------------------------------------------------------------
+# Transports and resources. ----------------------------------------------------------------------------------
 
 
 class TransportError(DataDistError):
@@ -500,7 +500,8 @@ class MemoryStillExposed(DataDistError):
     ) -> None:
         caches = tuple(caches)
         if not message:
-            message = f"peers may still touch the memory of {len(caches)} cache(s): {', '.join(caches) or 'none named'}"
+            names = ", ".join(caches) or "none named"
+            message = f"peers may still touch the memory of {len(caches)} cache(s): {names}"
         if hint is None:
             hint = "keep their tensors untouched until wait_closed() returns, or close the peers first"
         super().__init__(message, status=status, peer=peer, transport=transport, hint=hint)
@@ -520,7 +521,7 @@ class InternalError(DataDistError):
     """A fault of this library. Please report it with the message and `dump()`."""
 
 
-# Native statuses. ---------------------------------------------------------------------------------------------------
+# Native statuses. -------------------------------------------------------------------------------------------
 
 # status -> (class, LLM-DataDist code or None for the class's own, what happened, hint)
 _FROM_NATIVE: dict[NativeStatus, tuple[type[DataDistError], Status | None, str, str | None]] = {
@@ -597,12 +598,12 @@ def error_from_native(
 ) -> DataDistError:
     """Make the error that stands for a native status code.
 
-    Each call makes a new object: an exception raised in several tasks would collect the tracebacks of all of them.
+    Each call makes a new object: one exception raised in several tasks would collect all their tracebacks.
 
     Parameters
     ----------
     status : int
-        A `NativeStatus`. OK, PENDING and unknown codes are no failure a caller may report and give an InternalError.
+        A `NativeStatus`. OK, PENDING and unknown codes are no failure to report and give an InternalError.
     peer : int, optional
         Cluster id.
     transport : str, optional

@@ -1,7 +1,7 @@
 """The values of aiodatadist: roles, addresses, cache descriptions, keys, geometry, links and events.
 
-All of them are frozen, compare by value and can be copied and pickled. None holds memory, a task or a descriptor.
-Whatever is checked is checked when a value is made, so that code further down may rely on it.
+All of them are frozen, compare by value and can be copied and pickled. None holds memory, a task or a
+descriptor. Whatever is checked is checked when a value is made, so that code further down may rely on it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MAX_RANK: Final = 31
 """Most dimensions of one tensor, as in the original."""
 
 
-# Integers. ----------------------------------------------------------------------------------------------------------
+# Integers. --------------------------------------------------------------------------------------------------
 
 
 def as_integer(value: SupportsIndex, name: str, *, low: int = 0, high: int = U64_MAX) -> int:
@@ -95,11 +95,13 @@ def as_integer(value: SupportsIndex, name: str, *, low: int = 0, high: int = U64
             hint="give an int or an integer of numpy",
         ) from None
     if not low <= number <= high:
-        raise ArgumentError(f"{name}={number} is outside {low}..{high}", hint="give a value inside that range")
+        raise ArgumentError(
+            f"{name}={number} is outside {low}..{high}", hint="give a value inside that range"
+        )
     return number
 
 
-# Dtypes. ------------------------------------------------------------------------------------------------------------
+# Dtypes. ----------------------------------------------------------------------------------------------------
 
 DTYPE_SIZES: Final[Mapping[str, int]] = MappingProxyType(
     {
@@ -152,8 +154,8 @@ def dtype_name(dtype: object) -> str:
     Parameters
     ----------
     dtype : object
-        A name or alias (``"bfloat16"``, ``"bf16"``, ``"torch.bfloat16"``), a numpy dtype or scalar type, or a torch
-        dtype. Neither torch nor ml_dtypes is imported.
+        A name or alias (``"bfloat16"``, ``"bf16"``, ``"torch.bfloat16"``), a numpy dtype or scalar type, or a
+        torch dtype. Neither torch nor ml_dtypes is imported.
 
     Returns
     -------
@@ -181,7 +183,8 @@ def dtype_name(dtype: object) -> str:
         given = dtype.name  # type: ignore[attr-defined]
     else:
         raise ArgumentTypeError(
-            f"dtype must be a name, a numpy dtype or a torch dtype, got {dtype!r:.80} of type {type(dtype).__name__}",
+            f"dtype must be a name, a numpy dtype or a torch dtype, got {dtype!r:.80} "
+            f"of type {type(dtype).__name__}",
             hint='give a name such as "bfloat16"',
         )
     name = given.strip().lower().removeprefix("torch.")
@@ -191,7 +194,7 @@ def dtype_name(dtype: object) -> str:
     return name
 
 
-# Shapes. ------------------------------------------------------------------------------------------------------------
+# Shapes. ----------------------------------------------------------------------------------------------------
 
 
 def as_shape(shape: Sequence[SupportsIndex], name: str = "shape") -> tuple[int, ...]:
@@ -223,7 +226,7 @@ def as_shape(shape: Sequence[SupportsIndex], name: str = "shape") -> tuple[int, 
     return tuple(as_integer(dim, f"{name}[{i}]", low=1, high=I64_MAX) for i, dim in enumerate(dims))
 
 
-# Roles and places. --------------------------------------------------------------------------------------------------
+# Roles and places. ------------------------------------------------------------------------------------------
 
 
 class Role(IntEnum):
@@ -243,7 +246,7 @@ class Placement(IntEnum):
     DEVICE = 1
 
 
-# Addresses. ---------------------------------------------------------------------------------------------------------
+# Addresses. -------------------------------------------------------------------------------------------------
 
 _HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?\Z")
 _ADDRESS_HINT = 'write "10.0.0.1:26000", "node-1:26000" or "[::1]:26000"'
@@ -260,15 +263,15 @@ class Address(NamedTuple):
 
 
 def parse_address(
-    address: str | tuple[str, SupportsIndex], name: str = "address", *, port_zero: bool = False
+    address: str | tuple[Any, ...], name: str = "address", *, port_zero: bool = False
 ) -> Address:
     """Read ``"host:port"`` or ``(host, port)``. Names are not resolved.
 
     Parameters
     ----------
     address : str or tuple
-        ``"10.0.0.1:26000"``, ``"node-1:26000"``, ``"[::1]:26000"``, or a pair of host and port, an IPv6 host then
-        without brackets.
+        ``"10.0.0.1:26000"``, ``"node-1:26000"``, ``"[::1]:26000"``, or a pair of host and port, an IPv6 host
+        then without brackets.
     name : str
         Name of the argument, for the message.
     port_zero : bool
@@ -283,13 +286,15 @@ def parse_address(
     ArgumentTypeError
         `address` is neither a string nor a pair.
     ArgumentError
-        Host or port cannot be used. IPv4 must be four decimal numbers: the short forms of inet_aton, such as "127.1",
-        are refused.
+        Host or port cannot be used. IPv4 must be four decimal numbers: the short forms of inet_aton, such as
+        "127.1", are refused.
     """
     low = 0 if port_zero else 1
     if isinstance(address, tuple):
         if len(address) != 2 or not isinstance(address[0], str):
-            raise ArgumentTypeError(f"{name} must be a pair (host, port), got {address!r:.80}", hint=_ADDRESS_HINT)
+            raise ArgumentTypeError(
+                f"{name} must be a pair (host, port), got {address!r:.80}", hint=_ADDRESS_HINT
+            )
         host, port = address[0], as_integer(address[1], f"port of {name}", low=low, high=U16_MAX)
         bracketed = ":" in host
     elif isinstance(address, str):
@@ -303,10 +308,13 @@ def parse_address(
         if bracketed:
             host = host[1:-1]
         elif ":" in host:
-            raise ArgumentError(f"{name}={address!r:.200} has an IPv6 host without brackets", hint=_ADDRESS_HINT)
+            raise ArgumentError(
+                f"{name}={address!r:.200} has an IPv6 host without brackets", hint=_ADDRESS_HINT
+            )
     else:
         raise ArgumentTypeError(
-            f"{name} must be a string, got {address!r:.80} of type {type(address).__name__}", hint=_ADDRESS_HINT
+            f"{name} must be a string, got {address!r:.80} of type {type(address).__name__}",
+            hint=_ADDRESS_HINT,
         )
     try:
         if bracketed:
@@ -331,8 +339,8 @@ class ClusterInfo:
     cluster_id : int
         0 to 2**64 - 1.
     address : str, pair, sequence of them, or None
-        ``"host:port"``, ``(host, port)``, or several, tried in order. None suffices to unlink, or where the peer is
-        known.
+        ``"host:port"``, ``(host, port)``, or several, tried in order. None suffices to unlink, or where the
+        peer is known.
 
     Attributes
     ----------
@@ -352,7 +360,7 @@ class ClusterInfo:
     def __init__(
         self,
         cluster_id: SupportsIndex,
-        address: str | tuple[str, int] | Sequence[str | tuple[str, int]] | None = None,
+        address: str | tuple[Any, ...] | Sequence[str | tuple[Any, ...]] | None = None,
     ) -> None:
         object.__setattr__(self, "cluster_id", as_integer(cluster_id, "cluster_id"))
         object.__setattr__(self, "addresses", self._read_addresses(address))
@@ -372,18 +380,18 @@ class ClusterInfo:
                 hint=_ADDRESS_HINT,
             )
         if not address:
-            raise ArgumentError("address is an empty sequence", hint="give at least one address, or None to unlink")
+            raise ArgumentError("address is an empty sequence", hint="give at least one, or None to unlink")
         return tuple(parse_address(one, f"address[{i}]") for i, one in enumerate(address))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (ClusterInfo, (self.cluster_id, self.addresses or None))
 
 
-# Keys. --------------------------------------------------------------------------------------------------------------
+# Keys. ------------------------------------------------------------------------------------------------------
 #
-# Keys are tuples, because a look-up of a tuple in a dict costs a quarter of one of a frozen dataclass. The three kinds
-# have two, three and four fields, so that keys of different kinds are never equal, and they hash at C speed. (A key does equal the plain
-# tuple of its fields.)
+# Keys are tuples, because a look-up of a tuple in a dict costs a quarter of one of a frozen dataclass. The
+# three kinds have two, three and four fields, so that keys of different kinds are never equal, and they hash
+# at C speed. (A key does equal the plain tuple of its fields.)
 
 
 class _BlocksCacheKeyFields(NamedTuple):
@@ -448,7 +456,9 @@ class CacheKeyByIdAndIndex(_CacheKeyByIdAndIndexFields):
 
     __slots__ = ()
 
-    def __new__(cls, cluster_id: SupportsIndex, cache_id: SupportsIndex, batch_index: SupportsIndex = 0) -> Self:
+    def __new__(
+        cls, cluster_id: SupportsIndex, cache_id: SupportsIndex, batch_index: SupportsIndex = 0
+    ) -> Self:
         """Check the fields; plain ints take the short way."""
         if type(cluster_id) is not int or not 0 <= cluster_id <= U64_MAX:
             cluster_id = as_integer(cluster_id, "cluster_id")
@@ -491,7 +501,7 @@ class CacheKey(_CacheKeyFields):
 
     Notes
     -----
-    Registering takes keys without any id as placeholders that skip a batch slot. Pulling wants exactly one of the two.
+    Registering takes keys without any id as placeholders that skip a batch slot. Pulling wants exactly one.
     """
 
     __slots__ = ()
@@ -528,7 +538,7 @@ Key = BlocksCacheKey | CacheKeyByIdAndIndex | CacheKey
 """Anything that names a cache at a peer."""
 
 
-# Caches. ------------------------------------------------------------------------------------------------------------
+# Caches. ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -546,8 +556,8 @@ class CacheDesc:
     placement : Placement
         Where the memory lives.
     stride : int, optional
-        Bytes from one entry of dimension 0 to the next, where it exceeds the entry: raw addresses into interleaved
-        memory.
+        Bytes from one entry of dimension 0 to the next, where it exceeds the entry: raw addresses into
+        interleaved memory.
 
     Raises
     ------
@@ -639,8 +649,8 @@ class Geometry:
     Raises
     ------
     ArgumentTypeError, ArgumentError
-        A field is of a wrong type or out of range, or contradicts the others. (A peer's geometry is checked this way
-        too.)
+        A field is of a wrong type or out of range, or contradicts the others. (A peer's geometry is checked
+        this way too.)
     """
 
     dtype: str
@@ -668,7 +678,8 @@ class Geometry:
             value = as_integer(getattr(self, name), name, high=I64_MAX)
             if value != expected:
                 raise ArgumentError(
-                    f"{name}={value} contradicts shape {self.shape} of dtype {self.dtype}, which make it {expected}",
+                    f"{name}={value} contradicts shape {self.shape} of dtype {self.dtype}, "
+                    f"which make it {expected}",
                     hint="use Geometry.of()",
                 )
             set_field(self, name, value)
@@ -682,9 +693,14 @@ class Geometry:
 
     @classmethod
     def of(
-        cls, dtype: object, shape: Sequence[SupportsIndex], num_tensors: SupportsIndex, *, stride: int | None = None
+        cls,
+        dtype: object,
+        shape: Sequence[SupportsIndex],
+        num_tensors: SupportsIndex,
+        *,
+        stride: int | None = None,
     ) -> Geometry:
-        """Derive the rest from dtype, shape and number of tensors; `stride`, in bytes, defaults to that of a block."""
+        """Derive the rest. `stride`, in bytes, defaults to the bytes of a block."""
         name = dtype_name(dtype)
         dims = as_shape(shape)
         itemsize = DTYPE_SIZES[name]
@@ -715,7 +731,12 @@ class Geometry:
         return self.stride == self.block_bytes
 
     def require_match(
-        self, remote: Geometry, fields: Sequence[str] = COMPARED, *, peer: int | None = None, hint: str | None = None
+        self,
+        remote: Geometry,
+        fields: Sequence[str] = COMPARED,
+        *,
+        peer: int | None = None,
+        hint: str | None = None,
     ) -> None:
         """Check that two caches agree in what a transfer between them needs.
 
@@ -724,8 +745,8 @@ class Geometry:
         remote : Geometry
             The peer's geometry.
         fields : sequence of str
-            Fields or properties of Geometry to compare, in this order. The number of blocks and the stride may differ
-            between two ends; with layer ranges the number of tensors may, too.
+            Fields or properties of Geometry to compare, in this order. The number of blocks and the stride
+            may differ between two ends; with layer ranges the number of tensors may, too.
         peer : int, optional
             Cluster id, for the error.
         hint : str, optional
@@ -748,7 +769,7 @@ class Geometry:
                 )
 
 
-# Links. -------------------------------------------------------------------------------------------------------------
+# Links. -----------------------------------------------------------------------------------------------------
 
 
 class LinkState(StrEnum):
@@ -770,7 +791,7 @@ class LinkPath:
     transport : str
         The transport chosen, such as ``"shm"`` or ``"tcp"``.
     memory : mapping of str to str
-        How each kind of memory travels, for example ``{"library": "shm mapped", "ordinary": "shm process_vm"}``.
+        How each kind of memory travels, such as ``{"library": "mapped", "ordinary": "process_vm"}``.
     reasons : mapping of str to str
         For each transport or path not chosen, exactly why.
     """
@@ -792,7 +813,7 @@ class LinkPath:
         return f"{self.transport} ({'; '.join(notes)})" if notes else self.transport
 
 
-# Events. ------------------------------------------------------------------------------------------------------------
+# Events. ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
