@@ -1,0 +1,1 @@
+"""The control plane: wire format, handshake, cache table, links, events and notifications."""

@@ -1,0 +1,363 @@
+"""Who holds which cache: the local table, what each link still has to say about it, and the peer's side.
+
+Nothing here waits. `LocalTable` is changed by the cache manager; each link hangs a `TableFeed` on it and takes
+announcements and withdrawals from there when its connection has room. What is announced and withdrawn before
+it was sent costs nothing, so a slow peer holds at most one entry for each cache it may know. `RemoteTable` is
+the other end of a feed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+from ..errors import ArgumentError, ArgumentTypeError, DataDistError, InternalError, ProtocolError
+from ..types import BlocksCacheKey, CacheKeyByIdAndIndex, Geometry
+from . import wire
+
+if TYPE_CHECKING:
+    from .. import _core
+    from .links import Link
+
+__all__ = ["Delta", "LocalRecord", "LocalTable", "RemoteEntry", "RemoteTable", "TableFeed", "wire_geometry"]
+
+MAX_REMOTE_CACHES: Final = 65536
+"""Caches that one peer may have announced at a time."""
+
+Access = Literal["r", "rw"]
+RemoteKey = BlocksCacheKey | CacheKeyByIdAndIndex
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalRecord:
+    """A local cache that is ready and that peers may use.
+
+    Parameters
+    ----------
+    cache_id : int
+        Never used again by this DataDist.
+    key : BlocksCacheKey or None
+    geometry : Geometry
+    access : str
+        What peers may do, ``"r"`` or ``"rw"``.
+    native : _core.LocalCache
+    """
+
+    cache_id: int
+    key: BlocksCacheKey | None
+    geometry: Geometry
+    access: Access
+    native: _core.LocalCache
+
+    def __str__(self) -> str:
+        named = f" of model {self.key.model_id}" if self.key is not None else ""
+        return f"cache {self.cache_id}{named} ({self.geometry.num_tensors} x {self.geometry.shape})"
+
+
+class Delta(NamedTuple):
+    """One change of the local table, to be told to a peer.
+
+    Parameters
+    ----------
+    version : int
+        Version of the table at the change.
+    cache_id : int
+    record : LocalRecord or None
+        None: the cache is withdrawn.
+    """
+
+    version: int
+    cache_id: int
+    record: LocalRecord | None
+
+
+class LocalTable:
+    """The local caches that peers may use. Changes reach all links.
+
+    Attributes
+    ----------
+    version : int
+        Grows by one with each change.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._records: dict[int, LocalRecord] = {}
+        self._feeds: dict[TableFeed, None] = {}
+
+    @property
+    def records(self) -> Mapping[int, LocalRecord]:
+        """The caches by id."""
+        return self._records
+
+    def add(self, record: LocalRecord) -> None:
+        """Announce a cache to all links, present and future."""
+        if record.cache_id in self._records:
+            raise InternalError(f"cache {record.cache_id} is in the table already")
+        self.version += 1
+        self._records[record.cache_id] = record
+        for feed in tuple(self._feeds):
+            feed._changed(Delta(self.version, record.cache_id, record))
+
+    def remove(self, cache_id: int) -> None:
+        """Withdraw a cache from all links. An unknown id is no error: the cache was never announced."""
+        if self._records.pop(cache_id, None) is None:
+            return
+        self.version += 1
+        for feed in tuple(self._feeds):
+            feed._changed(Delta(self.version, cache_id, None))
+
+    def feed(self, wake: Callable[[], None]) -> TableFeed:
+        """Open a feed that begins with all present caches.
+
+        Parameters
+        ----------
+        wake : callable
+            Called when the feed has something to take and had nothing before.
+        """
+        feed = TableFeed(self, wake)
+        self._feeds[feed] = None
+        return feed
+
+
+class TableFeed:
+    """What one peer has not been told yet. Made by `LocalTable.feed`."""
+
+    def __init__(self, table: LocalTable, wake: Callable[[], None]) -> None:
+        self._table = table
+        self._wake = wake
+        self._announced: set[int] = set()
+        # All of the snapshot carries the version at its beginning; later changes have higher ones.
+        self._pending = {
+            record.cache_id: Delta(table.version, record.cache_id, record)
+            for record in table.records.values()
+        }
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    @property
+    def version(self) -> int:
+        """Version of the table that the peer has when nothing is pending."""
+        return self._table.version
+
+    def _changed(self, delta: Delta) -> None:
+        idle = not self._pending
+        # The entry moves to the end, so that versions grow in the order in which changes are taken.
+        unsent = self._pending.pop(delta.cache_id, None)
+        if delta.record is None and delta.cache_id not in self._announced:
+            if unsent is None:
+                raise InternalError(f"cache {delta.cache_id} leaves a feed that never had it")
+            return
+        self._pending[delta.cache_id] = delta
+        if idle:
+            self._wake()
+
+    def take(self) -> Delta | None:
+        """Return the oldest change that was not taken yet."""
+        for cache_id in self._pending:
+            delta = self._pending.pop(cache_id)
+            if delta.record is None:
+                self._announced.discard(cache_id)
+            else:
+                self._announced.add(cache_id)
+            return delta
+        return None
+
+    def close(self) -> None:
+        """Take the feed off the table."""
+        self._table._feeds.pop(self, None)
+        self._pending.clear()
+
+
+def wire_geometry(geometry: Geometry) -> wire.WireGeometry:
+    """Return a geometry as it travels."""
+    return wire.WireGeometry(
+        dtype=geometry.dtype,
+        itemsize=geometry.itemsize,
+        shape=list(geometry.shape),
+        num_tensors=geometry.num_tensors,
+        num_blocks=geometry.num_blocks,
+        block_bytes=geometry.block_bytes,
+        stride=geometry.stride,
+    )
+
+
+def _read_geometry(sent: wire.WireGeometry) -> Geometry:
+    try:
+        return Geometry(
+            dtype=sent.dtype,
+            itemsize=sent.itemsize,
+            shape=tuple(sent.shape),
+            num_tensors=sent.num_tensors,
+            num_blocks=sent.num_blocks,
+            block_bytes=sent.block_bytes,
+            stride=sent.stride,
+        )
+    except (ArgumentError, ArgumentTypeError) as why:
+        raise ProtocolError(f"the peer announced an impossible geometry: {why}") from why
+
+
+class RemoteEntry:
+    """A peer's cache, as this side reaches it.
+
+    Attributes
+    ----------
+    cache_id : int
+        Its id at the owner.
+    key : BlocksCacheKey or None
+    geometry : Geometry
+    access : str
+        What this side may do, ``"r"`` or ``"rw"``.
+    native : _core.RemoteCache or None
+        None where no transport of the link reaches the memory; `error` says why.
+    error : DataDistError or None
+    pairs : dict
+        By local cache id; kept by the cache manager, emptied when the entry ends.
+    link : Link
+    """
+
+    __slots__ = ("access", "cache_id", "error", "geometry", "key", "link", "native", "pairs")
+
+    def __init__(
+        self, link: Link, cache_id: int, key: BlocksCacheKey | None, geometry: Geometry, access: Access
+    ) -> None:
+        self.link = link
+        self.cache_id = cache_id
+        self.key = key
+        self.geometry = geometry
+        self.access = access
+        self.native: _core.RemoteCache | None = None
+        self.error: DataDistError | None = None
+        self.pairs: dict[int, Any] = {}
+
+    def __repr__(self) -> str:
+        reached = self.native.path if self.native is not None else f"unreachable: {self.error}"
+        return f"<RemoteEntry cache {self.cache_id} key={self.key} access={self.access} {reached}>"
+
+    def _end(self) -> None:
+        self.pairs.clear()
+        if self.native is not None:
+            self.native.release()
+
+
+ImportKeys = Sequence[tuple[str, bytes, int]]
+
+
+class RemoteTable:
+    """The caches that the peer of one link has announced.
+
+    Parameters
+    ----------
+    link : Link
+    cluster_id : int
+        The peer.
+    import_cache : callable
+        ``(cache_id, (num_tensors, num_blocks, block_bytes, stride), keys) -> _core.RemoteCache``.
+
+    Attributes
+    ----------
+    by_key : dict
+        Each entry under `CacheKeyByIdAndIndex` with batch index 0, and under its own key if it has one. The
+        cache manager's hot path looks entries up here.
+    version : int
+        Version of the peer's table, as far as it was told.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        cluster_id: int,
+        import_cache: Callable[[int, tuple[int, int, int, int], ImportKeys], _core.RemoteCache],
+    ) -> None:
+        self._link = link
+        self._cluster_id = cluster_id
+        self._import = import_cache
+        self._entries: dict[int, RemoteEntry] = {}
+        self.by_key: dict[RemoteKey, RemoteEntry] = {}
+        self.version = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def announce(self, message: wire.CacheAnnounce, keys: ImportKeys) -> RemoteEntry:
+        """Take an announcement in.
+
+        Parameters
+        ----------
+        message : wire.CacheAnnounce
+        keys : sequence of (str, bytes, int)
+            Transport, key and descriptor or -1, in this side's order of preference. Descriptors are borrowed.
+
+        Returns
+        -------
+        RemoteEntry
+            Without `native` where the cache cannot be reached, or the peer has closed it meanwhile.
+
+        Raises
+        ------
+        ProtocolError
+            The announcement contradicts what the peer said before, or itself.
+        """
+        self._advance(message.version, same=True)
+        cache_id = message.cache_id
+        if cache_id in self._entries:
+            raise ProtocolError(f"the peer announced cache {cache_id} twice")
+        if len(self._entries) >= MAX_REMOTE_CACHES:
+            raise ProtocolError(f"the peer announced more than {MAX_REMOTE_CACHES} caches")
+        key = None if message.model_id is None else BlocksCacheKey(self._cluster_id, message.model_id)
+        if key is not None and key in self.by_key:
+            raise ProtocolError(
+                f"the peer announced model {key.model_id} for cache {cache_id}, but it belongs to cache "
+                f"{self.by_key[key].cache_id}"
+            )
+        geometry = _read_geometry(message.geometry)
+        access: Access = "rw" if message.access == "rw" else "r"
+        entry = RemoteEntry(self._link, cache_id, key, geometry, access)
+        shape = (geometry.num_tensors, geometry.num_blocks, geometry.block_bytes, geometry.stride)
+        try:
+            entry.native = self._import(cache_id, shape, keys)
+        except DataDistError as why:
+            # One cache out of reach is no reason to lose the others: whoever uses it gets the error.
+            entry.error = why
+        self._entries[cache_id] = entry
+        self.by_key[CacheKeyByIdAndIndex(self._cluster_id, cache_id, 0)] = entry
+        if key is not None:
+            self.by_key[key] = entry
+        return entry
+
+    def withdraw(self, message: wire.CacheWithdraw) -> RemoteEntry:
+        """Drop an entry.
+
+        Raises
+        ------
+        ProtocolError
+            The peer never announced it.
+        """
+        self._advance(message.version, same=False)
+        entry = self._entries.pop(message.cache_id, None)
+        if entry is None:
+            raise ProtocolError(f"the peer withdrew cache {message.cache_id}, which it never announced")
+        self._forget(entry)
+        return entry
+
+    def clear(self) -> list[RemoteEntry]:
+        """Drop all entries and return them."""
+        entries = list(self._entries.values())
+        self._entries.clear()
+        self.by_key.clear()
+        for entry in entries:
+            entry._end()
+        return entries
+
+    def _advance(self, version: int, *, same: bool) -> None:
+        if version < self.version or (version == self.version and not same):
+            raise ProtocolError(f"the peer's cache table went from version {self.version} to {version}")
+        self.version = version
+
+    def _forget(self, entry: RemoteEntry) -> None:
+        self.by_key.pop(CacheKeyByIdAndIndex(self._cluster_id, entry.cache_id, 0), None)
+        if entry.key is not None:
+            self.by_key.pop(entry.key, None)
+        entry._end()
