@@ -1,8 +1,8 @@
 """From numpy arrays, torch tensors, other buffers and raw addresses to pointers.
 
 `collect` turns what a caller registers into one `BufferView` per tensor and the `Geometry` they share.
-Nothing is copied: a view names the caller's memory, and its `owner` keeps that memory alive. torch is never imported
-here; whoever holds a torch tensor has imported it already.
+Nothing is copied: a view names the caller's memory, and its `owner` keeps that memory alive. torch is never
+imported here; whoever holds a torch tensor has imported it already.
 
 Dimension 0 of a tensor counts blocks and may have any stride of at least a block, so ``kv[:, 0]`` of an
 array ``[blocks, 2, ...]`` is fine. Within a block the memory must be contiguous in C order.
