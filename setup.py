@@ -161,8 +161,6 @@ class BuildExt(build_ext):
         """Compile one source if needed; return its object and whether it is new."""
         strict = source.startswith(NATIVE)
         flags = flavour.compile_flags + (STRICT if strict else GENERATED)
-        if strict and is_set("AIODATADIST_WERROR"):
-            flags = [*flags, "-Werror"]
         macros = [*ext.define_macros, *flavour.macros]
         (obj,) = self.compiler.object_filenames([source], output_dir=objects_dir)
         depfile, keyfile = f"{obj}.d", f"{obj}.key"
@@ -174,7 +172,12 @@ class BuildExt(build_ext):
             sys.version,
         ]
         key = hashlib.sha256(repr(command).encode()).hexdigest()
-        if not self.force and self.is_current(obj, depfile) and read_text(keyfile) == key:
+        # An object that passed with warnings as errors serves without, but not the other way round.
+        keys = [f"{key} -Werror", key]
+        if strict and is_set("AIODATADIST_WERROR"):
+            flags = [*flags, "-Werror"]
+            keys.pop()
+        if not self.force and self.is_current(obj, depfile) and read_text(keyfile) in keys:
             return obj, False
         with contextlib.suppress(FileNotFoundError):
             os.unlink(keyfile)
@@ -191,7 +194,7 @@ class BuildExt(build_ext):
         # An edit made while the compiler ran must count as newer than the object.
         os.utime(obj, (start, start))
         with open(keyfile, "w") as f:
-            f.write(key)
+            f.write(keys[-1])
         return obj, True
 
     @staticmethod

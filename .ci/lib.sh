@@ -47,7 +47,7 @@ in_venv() {
 pip_in() {
     local venv=$1
     shift
-    in_venv "$venv" python -m pip install --quiet --disable-pip-version-check --no-input --root-user-action=ignore "$@"
+    in_venv "$venv" python -m pip install -qq --disable-pip-version-check --no-input --root-user-action=ignore "$@"
 }
 
 # requirements EXTRA...: the packages of these extras of pyproject.toml, one a line; "." stands for the required ones.
