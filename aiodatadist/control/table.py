@@ -1,9 +1,9 @@
 """Who holds which cache: the local table, what each link still has to say about it, and the peer's side.
 
-Nothing here waits. `LocalTable` is changed by the cache manager; each link hangs a `TableFeed` on it and takes
-announcements and withdrawals from there when its connection has room. What is announced and withdrawn before
-it was sent costs nothing, so a slow peer holds at most one entry for each cache it may know. `RemoteTable` is
-the other end of a feed.
+Nothing here waits. `LocalTable` is changed by the cache manager; each link hangs a `TableFeed` on it and
+takes announcements and withdrawals from there when its connection has room. What is announced and withdrawn
+before it was sent costs nothing, so a slow peer holds at most one entry for each cache it may know.
+`RemoteTable` is the other end of a feed.
 """
 
 from __future__ import annotations

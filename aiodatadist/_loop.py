@@ -1,0 +1,884 @@
+"""The event loop as the library uses it: streams, timers, time, tasks and the completion ring.
+
+This is the only module that touches the event loop. `Runtime` is what everything else is given; a simulated
+network replaces its `connect` and `listen`, and a virtual clock comes with the loop itself, because all times
+here are the loop's.
+
+Sockets are our own `socket.socket` objects, watched with ``add_reader`` and ``add_writer`` by number. So a
+socket can be taken off the loop and handed to the engine at any moment, nothing is closed behind the loop's
+back, and a forked child can close what it must not hold. All descriptors close on exec.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import struct
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+
+import anyio
+import anyio.abc
+import anyio.lowlevel
+
+from .observe import get_logger
+from .types import Address
+
+if TYPE_CHECKING:
+    from . import _core
+
+__all__ = [
+    "Deadline",
+    "HostChannel",
+    "HostListener",
+    "Listener",
+    "RingWatch",
+    "Runtime",
+    "SocketStream",
+    "Stream",
+    "StreamListener",
+    "Tasks",
+    "Timer",
+    "adopt_socket",
+    "at_fork_in_child",
+    "close_all",
+    "fork_generation",
+]
+
+_log = get_logger()
+
+RECEIVE_BYTES: Final = 64 * 1024
+_ACCEPTS_PER_TURN: Final = 16
+_RECEIVES_PER_TURN: Final = 8
+_SENDS_PER_TURN: Final = 8
+_BACKLOG: Final = 1024
+_ACCEPT_PAUSE: Final = 0.1
+_NO_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+# Fork. ------------------------------------------------------------------------------------------------------
+#
+# A child shares the parent's sockets and its epoll instance. It closes the descriptors, and nothing else: an
+# epoll_ctl from the child would change what the parent watches.
+
+_generation = 0
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_fork_hooks: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def fork_generation() -> int:
+    """Return a number that differs between a process and its forked children."""
+    return _generation
+
+
+def adopt_socket(sock: socket.socket) -> socket.socket:
+    """Have a forked child close this socket."""
+    _sockets.add(sock)
+    return sock
+
+
+class _ForkHook(Protocol):
+    def _after_fork_in_child(self) -> None: ...
+
+
+def at_fork_in_child(target: _ForkHook) -> None:
+    """Call ``target._after_fork_in_child()`` in forked children, as long as it lives."""
+    _fork_hooks.add(target)
+
+
+def _after_fork_in_child() -> None:
+    global _generation
+    _generation += 1
+    for sock in tuple(_sockets):
+        fd = sock.detach()
+        if fd >= 0:
+            os.close(fd)
+    _sockets.clear()
+    _rings.clear()
+    for target in tuple(_fork_hooks):
+        target._after_fork_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+# Time and tasks. --------------------------------------------------------------------------------------------
+
+
+class Timer(Protocol):
+    """What `Runtime.call_later` returns."""
+
+    def cancel(self) -> None:
+        """Call it off. Harmless when it has fired."""
+
+
+class Deadline:
+    """``with Deadline(seconds) as limit:`` cancels what is inside at the deadline; then ``limit.expired``.
+
+    Parameters
+    ----------
+    seconds : float or None
+        None never expires.
+
+    Notes
+    -----
+    A thin anyio cancel scope. The difference: when a closed loop throws the coroutine away, leaving the scope
+    does nothing, because a scope needs a running loop.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._scope: anyio.CancelScope | None = None
+
+    def __enter__(self) -> Self:
+        end = float("inf") if self._seconds is None else anyio.current_time() + self._seconds
+        self._scope = anyio.CancelScope(deadline=end)
+        self._scope.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        assert self._scope is not None
+        if kind is GeneratorExit:
+            return None
+        return self._scope.__exit__(kind, error, trace)
+
+    @property
+    def expired(self) -> bool:
+        """Whether the deadline, or `cancel`, ended what was inside."""
+        return self._scope is not None and self._scope.cancelled_caught
+
+    def cancel(self) -> None:
+        """End what is inside now. Does nothing before it has begun."""
+        if self._scope is not None:
+            self._scope.cancel()
+
+
+class Tasks:
+    """An anyio task group that may be thrown away by a closed loop without waiting for its tasks."""
+
+    def __init__(self) -> None:
+        self._group: anyio.abc.TaskGroup = anyio.create_task_group()
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        if kind is GeneratorExit:
+            return None
+        return await self._group.__aexit__(kind, error, trace)
+
+    def start(self, function: Callable[..., Awaitable[Any]], *args: Any, name: str | None = None) -> None:
+        """Start a task in the group."""
+        self._group.start_soon(function, *args, name=name)
+
+    def cancel(self) -> None:
+        """Cancel all tasks of the group and what the group's block does."""
+        self._group.cancel_scope.cancel()
+
+
+# Watched sockets. -------------------------------------------------------------------------------------------
+
+
+class _Watched:
+    """A non-blocking socket of ours, with at most one waiting reader and one waiting writer."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._loop = loop
+        self._sock = adopt_socket(sock)
+        self._fd = sock.fileno()
+        self._generation = _generation
+        self._reading: asyncio.Future[None] | None = None
+        self._writing: asyncio.Future[None] | None = None
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` or `detach` was called."""
+        return self._closed
+
+    def _check_open(self) -> None:
+        if self._closed or self._generation != _generation:
+            raise ConnectionAbortedError(errno.ECONNABORTED, "the connection was closed on this side")
+
+    async def _readable(self) -> None:
+        assert self._reading is None, "one reader at a time"
+        self._check_open()
+        self._reading = waiter = self._loop.create_future()
+        self._loop.add_reader(self._fd, _wake, waiter)
+        try:
+            await waiter
+        finally:
+            self._stop_reading()
+
+    async def _writable(self) -> None:
+        assert self._writing is None, "one writer at a time"
+        self._check_open()
+        self._writing = waiter = self._loop.create_future()
+        self._loop.add_writer(self._fd, _wake, waiter)
+        try:
+            await waiter
+        finally:
+            self._stop_writing()
+
+    def _on_loop(self) -> bool:
+        return not self._closed and self._generation == _generation and not self._loop.is_closed()
+
+    def _stop_reading(self) -> None:
+        if self._reading is not None:
+            self._reading = None
+            if self._on_loop():
+                self._loop.remove_reader(self._fd)
+
+    def _stop_writing(self) -> None:
+        if self._writing is not None:
+            self._writing = None
+            if self._on_loop():
+                self._loop.remove_writer(self._fd)
+
+    def _fail_waiters(self, error: OSError) -> None:
+        for waiter in (self._reading, self._writing):
+            if waiter is not None and not waiter.done() and not self._loop.is_closed():
+                waiter.set_exception(_again(error))
+
+    def _leave_loop(self) -> None:
+        """Take the socket off the loop; whoever waits for it gets ConnectionAbortedError."""
+        reading, writing = self._reading, self._writing
+        self._stop_reading()
+        self._stop_writing()
+        self._reading, self._writing = reading, writing
+        self._fail_waiters(
+            ConnectionAbortedError(errno.ECONNABORTED, "the connection was closed on this side")
+        )
+        self._reading = self._writing = None
+
+    def close(self) -> None:
+        """Close at once; what was not sent is lost. May be called again."""
+        if not self._closed:
+            if self._generation == _generation:
+                self._leave_loop()
+            self._closed = True
+            _sockets.discard(self._sock)
+            self._sock.close()
+
+    def detach(self) -> int:
+        """Take the socket off the loop and return its descriptor, which the caller owns from now on."""
+        self._check_open()
+        self._leave_loop()
+        self._closed = True
+        _sockets.discard(self._sock)
+        return self._sock.detach()
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def _again(error: OSError) -> OSError:
+    """Return a new error of the same kind: one object raised in two tasks would mix their tracebacks."""
+    return OSError(error.errno, error.strerror)
+
+
+class Stream(ABC):
+    """A byte stream. One task receives; sending never waits.
+
+    Attributes
+    ----------
+    peer : str
+        The other end, for messages.
+    remote : Address
+        The other end, to connect to it once more: a number, never a name.
+    """
+
+    peer: str
+    remote: Address
+
+    @abstractmethod
+    async def receive(self, limit: int = RECEIVE_BYTES) -> bytes:
+        """Return what has arrived, at least one byte; ``b""`` at the end. Raises OSError."""
+
+    @abstractmethod
+    async def wait_readable(self) -> bool:
+        """Wait until something has arrived. False: the other side has closed. Raises OSError."""
+
+    @abstractmethod
+    def send(self, data: bytes) -> None:
+        """Send, now or when there is room. An error shows at `receive` and `flush`."""
+
+    @property
+    @abstractmethod
+    def unsent(self) -> int:
+        """Bytes that found no room yet."""
+
+    @abstractmethod
+    async def flush(self, below: int = 0) -> None:
+        """Wait until at most `below` bytes are unsent. Raises OSError."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close at once."""
+
+    @abstractmethod
+    def detach(self) -> int:
+        """Give the descriptor away. Nothing may be unsent."""
+
+    async def receive_exactly(self, size: int) -> bytes:
+        """Return `size` bytes and take no byte more. Raises OSError; EOFError when the other side closes."""
+        data = bytearray()
+        while len(data) < size:
+            more = await self.receive(size - len(data))
+            if not more:
+                raise EOFError(f"the other side closed after {len(data)} of {size} bytes")
+            data += more
+        return bytes(data)
+
+
+class SocketStream(_Watched, Stream):
+    """A TCP connection.
+
+    Parameters
+    ----------
+    loop : asyncio.AbstractEventLoop
+    sock : socket.socket
+        Owned from now on.
+    remote : Address
+    peer : str, optional
+        `remote` where it is left out.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, remote: Address, peer: str | None = None
+    ) -> None:
+        super().__init__(loop, sock)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.remote = remote
+        self.peer = str(remote) if peer is None else peer
+        self._error: OSError | None = None
+        self._out: deque[memoryview] = deque()
+        self._unsent = 0
+        self._sending = False
+        self._flushers: list[tuple[int, asyncio.Future[None]]] = []
+        self._received_in_turn = 0
+
+    async def connect(self, sockaddr: tuple[Any, ...]) -> None:
+        """Connect. Raises OSError."""
+        code = self._sock.connect_ex(sockaddr)
+        if code in (errno.EINPROGRESS, errno.EAGAIN, errno.EINTR):
+            await self._writable()
+            code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+        # Where nobody listens on a port of the ephemeral range, the kernel may connect a socket to itself.
+        if self._sock.getsockname() == self._sock.getpeername():
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+
+    async def receive(self, limit: int = RECEIVE_BYTES) -> bytes:
+        """Return what has arrived; see `Stream.receive`."""
+        while True:
+            self._check_usable()
+            try:
+                data = self._sock.recv(limit)
+            except (BlockingIOError, InterruptedError):
+                self._received_in_turn = 0
+                await self._readable()
+            except OSError as why:
+                self._fail(why)
+                raise
+            else:
+                self._received_in_turn += 1
+                # A peer that never pauses must not keep the loop's other work from running.
+                if self._received_in_turn >= _RECEIVES_PER_TURN:
+                    self._received_in_turn = 0
+                    await anyio.lowlevel.checkpoint()
+                return data
+
+    async def wait_readable(self) -> bool:
+        """Wait until something has arrived; see `Stream.wait_readable`."""
+        while True:
+            self._check_usable()
+            try:
+                return self._sock.recv(1, socket.MSG_PEEK) != b""
+            except (BlockingIOError, InterruptedError):
+                await self._readable()
+            except OSError as why:
+                self._fail(why)
+                raise
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        if self._error is not None:
+            raise _again(self._error)
+
+    def send(self, data: bytes) -> None:
+        """Send, now or when there is room; see `Stream.send`."""
+        if self._closed or self._error is not None or self._generation != _generation or not data:
+            return
+        view = memoryview(data)
+        if not self._out:
+            try:
+                view = view[self._sock.send(view) :]
+            except (BlockingIOError, InterruptedError):
+                pass
+            except OSError as why:
+                self._fail(why)
+                return
+            if not view:
+                return
+        self._out.append(view)
+        self._unsent += len(view)
+        if not self._sending:
+            self._sending = True
+            self._loop.add_writer(self._fd, self._send_more)
+
+    def _send_more(self) -> None:
+        try:
+            for _ in range(_SENDS_PER_TURN):
+                if not self._out:
+                    break
+                sent = self._sock.send(self._out[0])
+                self._unsent -= sent
+                if sent == len(self._out[0]):
+                    self._out.popleft()
+                else:
+                    self._out[0] = self._out[0][sent:]
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as why:
+            self._fail(why)
+            return
+        if not self._out:
+            self._stop_sending()
+        self._wake_flushers()
+
+    def _stop_sending(self) -> None:
+        if self._sending:
+            self._sending = False
+            if self._on_loop():
+                self._loop.remove_writer(self._fd)
+
+    def _wake_flushers(self) -> None:
+        for flusher in tuple(self._flushers):
+            below, waiter = flusher
+            if self._unsent <= below:
+                self._flushers.remove(flusher)
+                _wake(waiter)
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that found no room yet."""
+        return self._unsent
+
+    async def flush(self, below: int = 0) -> None:
+        """Wait until at most `below` bytes are unsent; see `Stream.flush`."""
+        self._check_usable()
+        if self._unsent <= below:
+            return
+        flusher = (below, self._loop.create_future())
+        self._flushers.append(flusher)
+        try:
+            await flusher[1]
+        finally:
+            if flusher in self._flushers:
+                self._flushers.remove(flusher)
+
+    def _fail(self, error: OSError) -> None:
+        """Keep the first error; everybody who waits or comes later gets it."""
+        if self._error is None and not self._closed:
+            self._error = error
+            self._stop_sending()
+            self._out.clear()
+            self._unsent = 0
+            self._fail_flushers(error)
+            self._fail_waiters(error)
+
+    def _fail_flushers(self, error: OSError) -> None:
+        flushers, self._flushers = self._flushers, []
+        for _, waiter in flushers:
+            if not waiter.done() and not self._loop.is_closed():
+                waiter.set_exception(_again(error))
+
+    def _leave_loop(self) -> None:
+        self._stop_sending()
+        super()._leave_loop()
+        self._out.clear()
+        self._unsent = 0
+        self._fail_flushers(
+            ConnectionAbortedError(errno.ECONNABORTED, "the connection was closed on this side")
+        )
+
+    def detach(self) -> int:
+        """Give the descriptor away; see `Stream.detach`."""
+        assert not self._unsent, "unsent bytes would be lost"
+        return super().detach()
+
+
+# Listening. -------------------------------------------------------------------------------------------------
+
+
+class StreamListener(ABC):
+    """Accepts streams until it is closed."""
+
+    address: Address
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop accepting."""
+
+
+class _Acceptor(_Watched):
+    """Accepts a bounded number of connections in each turn of the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+        super().__init__(loop, sock)
+        self._pause: asyncio.TimerHandle | None = None
+        self._accepting = True
+        loop.add_reader(self._fd, self._accept)
+
+    def _accepted(self, sock: socket.socket, address: Any) -> None:
+        raise NotImplementedError
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_PER_TURN):
+            if self._closed:
+                return
+            try:
+                sock, address = self._sock.accept()
+            except BlockingIOError:
+                return
+            except OSError as why:
+                if why.errno in _NO_DESCRIPTORS:
+                    # The connection stays in the queue and would wake the loop at once, again and again.
+                    _log.warning("cannot accept for now", error=str(why), pause=_ACCEPT_PAUSE)
+                    self._stop_accepting()
+                    self._pause = self._loop.call_later(_ACCEPT_PAUSE, self._accept_again)
+                    return
+                continue  # that one connection was gone before it was accepted
+            try:
+                self._accepted(sock, address)
+            except OSError:
+                sock.close()  # it broke between accept and the first setsockopt
+
+    def _stop_accepting(self) -> None:
+        if self._accepting:
+            self._accepting = False
+            if self._on_loop():
+                self._loop.remove_reader(self._fd)
+
+    def _accept_again(self) -> None:
+        self._pause = None
+        if not self._closed and self._generation == _generation:
+            self._accepting = True
+            self._loop.add_reader(self._fd, self._accept)
+
+    def _leave_loop(self) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+        self._stop_accepting()
+        super()._leave_loop()
+
+
+class Listener(_Acceptor, StreamListener):
+    """Listens on a TCP port.
+
+    Parameters
+    ----------
+    loop : asyncio.AbstractEventLoop
+    sock : socket.socket
+        Bound and listening; owned from now on.
+    on_stream : callable
+        Called with each accepted stream, which it owns.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, on_stream: Callable[[Stream], None]
+    ) -> None:
+        host, port = sock.getsockname()[:2]
+        self.address = Address(host, port)
+        self._on_stream = on_stream
+        super().__init__(loop, sock)
+
+    def _accepted(self, sock: socket.socket, address: Any) -> None:
+        self._on_stream(SocketStream(self._loop, sock, Address(*address[:2])))
+
+
+# The unix side of a same-host link. -------------------------------------------------------------------------
+
+_CREDENTIALS: Final = struct.Struct("3i")
+_MAX_FDS: Final = 4
+
+
+class HostChannel(_Watched):
+    """A unix seqpacket connection to a process of the same host, which can carry descriptors."""
+
+    def credentials(self) -> tuple[int, int]:
+        """Return pid and uid of the other side, as the kernel tells; pid 0 if it is not visible from here."""
+        raw = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _ = _CREDENTIALS.unpack(raw)
+        return pid, uid
+
+    async def send(self, data: bytes, fd: int = -1) -> None:
+        """Send one message, and a descriptor, of which the other side gets a copy. Raises OSError."""
+        fds = [fd] if fd >= 0 else []
+        while True:
+            self._check_open()
+            try:
+                socket.send_fds(self._sock, [data], fds)
+                return
+            except (BlockingIOError, InterruptedError):
+                await self._writable()
+
+    def receive_nowait(self, limit: int = 256) -> tuple[bytes, list[int]] | None:
+        """Return one message and the descriptors with it, which the caller owns; None if there is none.
+
+        The data is empty when the other side has closed. Raises OSError.
+        """
+        self._check_open()
+        try:
+            data, fds, flags, _ = socket.recv_fds(self._sock, limit, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+        except (BlockingIOError, InterruptedError):
+            return None
+        if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
+            close_all(fds)
+            raise OSError(errno.EMSGSIZE, "the message or its descriptors do not fit")
+        return data, fds
+
+    async def receive(self, limit: int = 256) -> tuple[bytes, list[int]]:
+        """Wait for one message; see `receive_nowait`."""
+        while True:
+            message = self.receive_nowait(limit)
+            if message is not None:
+                return message
+            await self._readable()
+
+
+class HostListener(_Acceptor):
+    """Listens on an abstract unix socket; the name exists only in the kernel and needs no cleaning up."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        name: bytes,
+        on_channel: Callable[[HostChannel], None],
+    ) -> None:
+        self.name = name
+        self._on_channel = on_channel
+        super().__init__(loop, sock)
+
+    def _accepted(self, sock: socket.socket, address: Any) -> None:
+        self._on_channel(HostChannel(self._loop, sock))
+
+
+def close_all(fds: list[int]) -> None:
+    """Close descriptors that nobody wants."""
+    for fd in fds:
+        os.close(fd)
+
+
+# The completion ring. ---------------------------------------------------------------------------------------
+
+
+_rings: dict[asyncio.AbstractEventLoop, list[RingWatch]] = {}
+
+
+class RingWatch:
+    """The completion ring of one engine in one loop, shared by the DataDists there."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, engine: _core.Engine) -> None:
+        from . import _core
+
+        self._loop = loop
+        self._engine = engine
+        self._users = 0
+        self._listeners: dict[Callable[[], None], None] = {}
+        self.ring = _core.Ring(engine)
+        self._fd = self.ring.fd
+        loop.add_reader(self._fd, self._drain)
+
+    @classmethod
+    def acquire(cls, loop: asyncio.AbstractEventLoop, engine: _core.Engine) -> RingWatch:
+        """Return the watch of this engine and loop, counting its users."""
+        watches = _rings.setdefault(loop, [])
+        for watch in watches:
+            if watch._engine is engine:
+                break
+        else:
+            watch = cls(loop, engine)
+            watches.append(watch)
+        watch._users += 1
+        return watch
+
+    def _drain(self) -> None:
+        self.ring.drain()
+        for listener in tuple(self._listeners):
+            listener()
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each batch of completions."""
+        self._listeners[listener] = None
+
+    def remove_listener(self, listener: Callable[[], None]) -> None:
+        """Undo `add_listener`."""
+        self._listeners.pop(listener, None)
+
+    def release(self) -> None:
+        """Give one use back; the last one closes the ring."""
+        self._users -= 1
+        if self._users:
+            return
+        watches = _rings.get(self._loop, [])
+        if self in watches:
+            watches.remove(self)
+            if not watches:
+                del _rings[self._loop]
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._fd)
+        self.ring.close()
+
+
+# The runtime. -----------------------------------------------------------------------------------------------
+
+
+class Runtime:
+    """Streams, timers, time and tasks of the running event loop.
+
+    Attributes
+    ----------
+    loop : asyncio.AbstractEventLoop
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self.loop = asyncio.get_running_loop() if loop is None else loop
+        self._generation = _generation
+
+    @property
+    def closed(self) -> bool:
+        """Whether the loop is closed, or belongs to the parent of this forked process."""
+        return self.loop.is_closed() or self._generation != _generation
+
+    def now(self) -> float:
+        """Return the loop's time in seconds."""
+        return self.loop.time()
+
+    def future(self) -> asyncio.Future[Any]:
+        """Return a new future."""
+        return self.loop.create_future()
+
+    def event(self) -> asyncio.Event:
+        """Return a new event."""
+        return asyncio.Event()
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait; 0 lets others run once."""
+        await anyio.sleep(seconds)
+
+    def call_soon(self, callback: Callable[..., Any], *args: Any) -> None:
+        """Call in the next turn of the loop."""
+        self.loop.call_soon(callback, *args)
+
+    def call_later(self, seconds: float, callback: Callable[..., Any], *args: Any) -> Timer:
+        """Call after `seconds`."""
+        return self.loop.call_later(seconds, callback, *args)
+
+    def root_task(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Start the one task of a DataDist that is not in a task group: the one that holds the group."""
+        return self.loop.create_task(coroutine, name=name)
+
+    def ring(self, engine: _core.Engine) -> RingWatch:
+        """Return the completion ring of this engine in this loop."""
+        return RingWatch.acquire(self.loop, engine)
+
+    async def resolve(self, address: Address, *, passive: bool = False) -> list[tuple[int, tuple[Any, ...]]]:
+        """Return families and socket addresses of a host; only names take a thread. Raises OSError."""
+        flags = socket.AI_PASSIVE if passive else 0
+        try:
+            found = socket.getaddrinfo(
+                address.host,
+                address.port,
+                type=socket.SOCK_STREAM,
+                flags=flags | socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
+            )
+        except socket.gaierror:
+            found = await self.loop.getaddrinfo(
+                address.host, address.port, type=socket.SOCK_STREAM, flags=flags
+            )
+        return [(family, sockaddr) for family, _, _, _, sockaddr in found]
+
+    async def connect(self, address: Address) -> Stream:
+        """Connect to the first socket address of `address` that answers. Raises OSError."""
+        failures: list[OSError] = []
+        for family, sockaddr in await self.resolve(address):
+            try:
+                sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+                stream = SocketStream(self.loop, sock, Address(*sockaddr[:2]), str(address))
+            except OSError as why:
+                failures.append(why)
+                continue
+            try:
+                await stream.connect(sockaddr)
+            except OSError as why:
+                stream.close()
+                failures.append(why)
+            except BaseException:
+                stream.close()
+                raise
+            else:
+                return stream
+        if not failures:
+            raise OSError(errno.EADDRNOTAVAIL, f"{address.host} has no address")
+        raise failures[0]
+
+    async def listen(self, address: Address, on_stream: Callable[[Stream], None]) -> StreamListener:
+        """Listen on a TCP port, 0 for any. Raises OSError."""
+        family, sockaddr = (await self.resolve(address, passive=True))[0]
+        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(sockaddr)
+            sock.listen(_BACKLOG)
+            return Listener(self.loop, sock, on_stream)
+        except BaseException:
+            sock.close()
+            raise
+
+    def listen_host(self, name: bytes, on_channel: Callable[[HostChannel], None]) -> HostListener:
+        """Listen on an abstract unix socket. Raises OSError."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            sock.bind(b"\0" + name)
+            sock.listen(_BACKLOG)
+            return HostListener(self.loop, sock, name, on_channel)
+        except BaseException:
+            sock.close()
+            raise
+
+    async def connect_host(self, name: bytes) -> HostChannel:
+        """Connect to an abstract unix socket. Raises OSError."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        channel = HostChannel(self.loop, sock)
+        try:
+            pause = 0.001
+            while True:
+                try:
+                    sock.connect(b"\0" + name)
+                    return channel
+                except BlockingIOError:
+                    # The listener's queue is full; there is no event for room in it.
+                    await self.sleep(pause)
+                    pause = min(2 * pause, 0.05)
+        except BaseException:
+            channel.close()
+            raise

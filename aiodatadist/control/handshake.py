@@ -1,0 +1,710 @@
+"""The handshake: who is there, which version and transports, and the connections that the engine gets.
+
+The connecting side (C) and the listening side (L) speak in turn::
+
+    C  Hello                     who I am, whom I mean
+    L  HelloReply | Refused      who I am, session token, where to prove the same host
+    C  HostProof                 only if L offered it; C has been at L's unix socket by now
+    L  HostProof
+    C  Agree                     the transports; then C opens engine and data connections with the token
+    L  Attached                  all of them have come, and L's engine has them
+
+Either side may send Refused instead and close. Every step is part of one deadline, `Session.stage` says which
+one is under way, and whatever ends a handshake early closes all it has opened.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from .. import _core
+from .._loop import Runtime, Stream, Tasks
+from ..errors import (
+    DataDistError,
+    HandshakeError,
+    LinkError,
+    LinkRefusedError,
+    PeerLostError,
+    ProtocolError,
+    Status,
+)
+from ..types import LinkPath, Role
+from . import wire
+from .hostproof import HostDoor, HostPeer, HostRefused, allow_ptracer, prove_same_host
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..config import Config
+
+__all__ = [
+    "Agreement",
+    "Channel",
+    "Crossed",
+    "Handshaker",
+    "Own",
+    "Refusal",
+    "Session",
+    "SessionDoor",
+    "negotiate",
+    "refusal_error",
+]
+
+_HOST_PROOF_TIMEOUT: Final = 2.0
+_SHM: Final = "shm"
+_TCP: Final = "tcp"
+
+M = TypeVar("M", bound=wire.Message)
+
+
+# What both sides are. ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Own:
+    """What a DataDist says about itself.
+
+    Parameters
+    ----------
+    cluster_id : int
+    incarnation : bytes
+        Random, one for each opening.
+    role : Role
+    listen : tuple of str
+    config : Config
+    usable : tuple of str
+        The transports of `config` that work here, best first.
+    unusable : mapping of str to str
+        Why the others do not.
+    secret : _core.Secret
+        For the peer's process_vm probe.
+    """
+
+    cluster_id: int
+    incarnation: bytes
+    role: Role
+    listen: tuple[str, ...]
+    config: Config
+    usable: tuple[str, ...]
+    unusable: Mapping[str, str]
+    secret: _core.Secret
+
+    def fields(self, notify_credits: int) -> dict[str, Any]:
+        """Return the fields of an `Identity` message."""
+        config = self.config
+        return {
+            "version": wire.PROTOCOL_VERSION,
+            "min_version": wire.MIN_PROTOCOL_VERSION,
+            "cluster_id": self.cluster_id,
+            "incarnation": self.incarnation,
+            "role": int(self.role),
+            "listen": list(self.listen),
+            "capabilities": [],
+            "transports": list(self.usable),
+            "heartbeat_limit": config.heartbeat_limit,
+            "notify_credits": notify_credits,
+            "notify_max_bytes": config.notify_max_bytes,
+            "max_message": config.control_max_bytes,
+            "tcp_connections": config.tcp_connections,
+        }
+
+
+class Refusal(Exception):
+    """Ends a handshake; the peer is told why."""
+
+    def __init__(self, kind: wire.RefusalKind, reason: str, status: Status = Status.LINK_FAILED) -> None:
+        super().__init__(reason)
+        self.kind = kind
+        self.reason = reason
+        self.status = status
+
+    def message(self) -> wire.Refused:
+        """Return what the peer is sent."""
+        return wire.Refused(kind=self.kind.value, reason=self.reason[:1000], status=int(self.status))
+
+
+class Crossed(LinkRefusedError):
+    """Both sides link each other at once, and the peer's connection is the one that counts."""
+
+
+def refusal_error(kind: str, reason: str, status: int, peer: int | None) -> DataDistError:
+    """Return the error that a refusal becomes."""
+    try:
+        known = Status(status)
+    except ValueError:
+        known = Status.LINK_FAILED
+    match kind:
+        case wire.RefusalKind.VERSION | wire.RefusalKind.IDENTITY | wire.RefusalKind.TRANSPORTS:
+            return HandshakeError(reason, peer=peer)
+        case wire.RefusalKind.CROSSED:
+            return Crossed(reason, peer=peer)
+        case wire.RefusalKind.DUPLICATE:
+            return LinkRefusedError(
+                reason,
+                peer=peer,
+                status=Status.ALREADY_LINK,
+                hint="give every DataDist a cluster id of its own",
+            )
+        case _:
+            return LinkRefusedError(reason, peer=peer, status=known)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What two identities have in common.
+
+    Parameters
+    ----------
+    version : int
+    transports : tuple of str
+        In the order of the side that asks; shm still has to be proved.
+    data_connections : int
+        0 without tcp.
+    """
+
+    version: int
+    transports: tuple[str, ...]
+    data_connections: int
+
+
+def negotiate(own: wire.Identity, theirs: wire.Identity) -> Agreement:
+    """Find what both sides have in common.
+
+    Raises
+    ------
+    Refusal
+        Nothing: both sides' versions or transports are named.
+    """
+    version = min(own.version, theirs.version)
+    if version < max(own.min_version, theirs.min_version):
+        raise Refusal(
+            wire.RefusalKind.VERSION,
+            f"cluster {own.cluster_id} speaks versions {own.min_version} to {own.version} of the protocol, "
+            f"cluster {theirs.cluster_id} speaks {theirs.min_version} to {theirs.version}",
+        )
+    transports = tuple(name for name in own.transports if name in theirs.transports)
+    if not transports:
+        raise _no_transport(own, theirs)
+    connections = min(own.tcp_connections, theirs.tcp_connections) if _TCP in transports else 0
+    return Agreement(version, transports, connections)
+
+
+def _no_transport(own: wire.Identity, theirs: wire.Identity, why: str = "") -> Refusal:
+    return Refusal(
+        wire.RefusalKind.TRANSPORTS,
+        f"no transport works between cluster {own.cluster_id} (usable there: "
+        f"{', '.join(own.transports) or 'none'}) and cluster {theirs.cluster_id} (usable there: "
+        f"{', '.join(theirs.transports) or 'none'}){why and '; shm: '}{why}",
+    )
+
+
+# The control stream. ----------------------------------------------------------------------------------------
+
+
+class Channel:
+    """Messages over a stream.
+
+    Attributes
+    ----------
+    stream : Stream
+    peer : int or None
+        Cluster id, for errors; None until it is known.
+    send_limit : int
+        Longest message that the peer accepts.
+    """
+
+    def __init__(self, stream: Stream, peer: int | None = None) -> None:
+        self.stream = stream
+        self.peer = peer
+        self.send_limit = wire.HANDSHAKE_MAX_BYTES
+        self._frames = wire.FrameReader()
+
+    def set_limits(self, send: int, receive: int) -> None:
+        """Set the longest messages for after the handshake."""
+        self.send_limit = send
+        self._frames.limit = receive
+
+    def send(self, message: wire.Message) -> None:
+        """Send now, or when there is room.
+
+        Raises
+        ------
+        ProtocolError
+            The message is longer than the peer accepts.
+        """
+        self.stream.send(wire.encode(message, self.send_limit))
+
+    async def receive(self) -> wire.AnyMessage | None:
+        """Return the next message; None when the peer has closed the connection.
+
+        Raises
+        ------
+        PeerLostError
+            The connection broke, also in the middle of a message.
+        ProtocolError
+            What came is no message.
+        """
+        while True:
+            message = self._frames.next_message()
+            if message is not None:
+                return message
+            try:
+                data = await self.stream.receive()
+            except OSError as why:
+                raise PeerLostError(
+                    f"the control connection broke: {why.strerror or why}", peer=self.peer
+                ) from why
+            if not data:
+                if self._frames.pending:
+                    raise PeerLostError("the control connection broke inside a message", peer=self.peer)
+                return None
+            self._frames.feed(data)
+
+    async def expect(self, kind: type[M]) -> M:
+        """Return the next message of the handshake, which must be of this kind.
+
+        Raises
+        ------
+        DataDistError
+            The peer refused, closed, or sent something else.
+        """
+        message = await self.receive()
+        if isinstance(message, kind):
+            return message
+        if message is None:
+            raise PeerLostError(
+                f"{self.stream.peer} closed the connection instead of sending {kind.__name__}", peer=self.peer
+            )
+        if isinstance(message, wire.Refused):
+            raise refusal_error(message.kind, message.reason, message.status, self.peer)
+        raise ProtocolError(
+            f"the peer sent {type(message).__name__} instead of {kind.__name__}", peer=self.peer
+        )
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.stream.close()
+
+
+# A session, from Hello to the link. -------------------------------------------------------------------------
+
+
+class Session:
+    """A handshake under way, or done: what it knows and what it holds.
+
+    Attributes
+    ----------
+    channel : Channel
+    initiator : bool
+        Whether this side connected.
+    theirs : wire.Identity
+    granted : int
+        Notification credits that the peer was given.
+    stage : str
+        What the handshake does or waits for.
+    transports : tuple of str
+        Agreed, in this side's order.
+    host : HostPeer or None
+        The peer on the same host, if shm is agreed.
+    """
+
+    def __init__(self, channel: Channel, *, initiator: bool, granted: int) -> None:
+        self.channel = channel
+        self.initiator = initiator
+        self.granted = granted
+        self.stage = "connecting"
+        self.theirs: wire.Identity | None = None
+        self.transports: tuple[str, ...] = ()
+        self.host: HostPeer | None = None
+        self.host_reason = ""
+        self.engine: Stream | None = None
+        self.data: list[Stream] = []
+
+    @property
+    def peer(self) -> wire.Identity:
+        """The peer's identity, once it is known."""
+        assert self.theirs is not None
+        return self.theirs
+
+    def drop_shm(self, reason: str) -> None:
+        """Go on without shm."""
+        self.host_reason = reason
+        self.transports = tuple(name for name in self.transports if name != _SHM)
+        if self.host is not None:
+            self.host.close()
+            self.host = None
+
+    def take_connections(self) -> tuple[int, list[int]]:
+        """Give the engine's descriptors away."""
+        assert self.engine is not None
+        engine, data = self.engine.detach(), [stream.detach() for stream in self.data]
+        self.engine, self.data = None, []
+        return engine, data
+
+    def path(self, own: Own) -> LinkPath:
+        """Return which transport the link uses, and why no other."""
+        reasons = {}
+        memory = {}
+        for name in own.config.transports:
+            if name in self.transports:
+                continue
+            if name in own.unusable:
+                reasons[name] = f"not usable here: {own.unusable[name]}"
+            elif name not in self.peer.transports:
+                reasons[name] = "the peer does not list it as usable"
+            else:
+                reasons[name] = self.host_reason or "the peer decided against it"
+        if self.transports[0] == _SHM and self.host is not None:
+            memory["library"] = "mapped"
+            if self.host.process_vm:
+                memory["ordinary"] = "process_vm"
+            else:
+                reasons["process_vm"] = self.host.process_vm_reason
+                memory["ordinary"] = self.transports[1] if len(self.transports) > 1 else "none"
+        return LinkPath(self.transports[0], memory, reasons)
+
+    def close(self) -> None:
+        """Close whatever was not given away."""
+        self.channel.close()
+        if self.host is not None:
+            self.host.close()
+        for stream in (self.engine, *self.data):
+            if stream is not None:
+                stream.close()
+        self.engine, self.data = None, []
+
+
+# Engine and data connections that come in. ------------------------------------------------------------------
+
+
+class _Arrivals:
+    """The connections of one session on the listening side."""
+
+    def __init__(self, runtime: Runtime, most: int) -> None:
+        self._most = most
+        self._expected: int | None = None
+        self.engine: Stream | None = None
+        self.data: dict[int, Stream] = {}
+        self.complete = runtime.future()
+
+    def add(self, preamble: wire.Preamble, stream: Stream) -> bool:
+        if preamble.kind is wire.ConnectionKind.ENGINE:
+            if self.engine is not None or preamble.index:
+                return False
+            self.engine = stream
+        else:
+            if preamble.index in self.data or preamble.index >= self._most:
+                return False
+            self.data[preamble.index] = stream
+        self._check()
+        return True
+
+    def expect(self, data_connections: int) -> None:
+        self._expected = data_connections
+        self._check()
+
+    def _check(self) -> None:
+        if self._expected is None or self.complete.done():
+            return
+        if any(index >= self._expected for index in self.data):
+            self.complete.set_exception(ProtocolError("the peer opened more data connections than agreed"))
+        elif self.engine is not None and len(self.data) == self._expected:
+            self.complete.set_result(None)
+
+    def take(self) -> tuple[Stream, list[Stream]]:
+        assert self.engine is not None
+        engine, data = self.engine, [self.data[index] for index in sorted(self.data)]
+        self.engine, self.data = None, {}
+        return engine, data
+
+    def close(self) -> None:
+        for stream in (self.engine, *self.data.values()):
+            if stream is not None:
+                stream.close()
+        if not self.complete.cancel() and not self.complete.cancelled():
+            self.complete.exception()  # nobody may have come to see it
+
+
+class SessionDoor:
+    """Sorts incoming engine and data connections to the handshakes that wait for them."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._sessions: dict[bytes, _Arrivals] = {}
+
+    def open(self, most: int) -> tuple[bytes, _Arrivals]:
+        """Make a session token, good for one engine connection and up to `most` data connections."""
+        token = secrets.token_bytes(wire.ID_SIZE)
+        self._sessions[token] = arrivals = _Arrivals(self._runtime, most)
+        return token, arrivals
+
+    def shut(self, token: bytes) -> None:
+        """Forget a token and close what came with it and was not taken."""
+        self._sessions.pop(token).close()
+
+    def admit(self, preamble: wire.Preamble, stream: Stream) -> None:
+        """Take a connection in, or close it."""
+        arrivals = self._sessions.get(preamble.token)
+        if arrivals is None or not arrivals.add(preamble, stream):
+            stream.close()
+
+
+# Both sides of the handshake. -------------------------------------------------------------------------------
+
+
+class Handshaker:
+    """Runs handshakes of one DataDist, in both directions.
+
+    Parameters
+    ----------
+    runtime : Runtime
+    own : Own
+    sessions : SessionDoor
+    host_door : HostDoor or None
+        None where this side does not use shm.
+    """
+
+    def __init__(self, runtime: Runtime, own: Own, sessions: SessionDoor, host_door: HostDoor | None) -> None:
+        self._runtime = runtime
+        self.own = own
+        self._sessions = sessions
+        self._host_door = host_door
+
+    # The connecting side.
+
+    async def connect(self, session: Session, cluster_id: int) -> bool:
+        """Run the handshake on a connection that was just made.
+
+        Parameters
+        ----------
+        session : Session
+            Holds what the handshake opens; the caller closes it if this raises or is cancelled.
+        cluster_id : int
+            The peer that is meant.
+
+        Returns
+        -------
+        bool
+            False: the other end is this very DataDist, and the handshake went no further.
+
+        Raises
+        ------
+        DataDistError
+            The peer refused, is another one, cannot be agreed with, or is gone.
+        """
+        channel = session.channel
+        channel.stream.send(wire.Preamble(wire.ConnectionKind.CONTROL).pack())
+        mine = wire.Hello(target=cluster_id, **self.own.fields(session.granted))
+        channel.send(mine)
+        session.stage = "waiting for the answer to Hello"
+        reply = await channel.expect(wire.HelloReply)
+        if reply.cluster_id != cluster_id:
+            where = channel.stream.peer
+            raise HandshakeError(
+                f"cluster {cluster_id} was meant, but cluster {reply.cluster_id} listens at {where}",
+                peer=cluster_id,
+                hint="check cluster id and address",
+            )
+        if reply.incarnation == self.own.incarnation:
+            return False
+        session.theirs = reply
+        try:
+            agreed = negotiate(mine, reply)
+            session.transports = agreed.transports
+            if _SHM in agreed.transports:
+                await self._prove_to(session, reply.host)
+            if not session.transports:
+                raise _no_transport(mine, reply, session.host_reason)
+        except Refusal as why:
+            channel.send(why.message())
+            raise refusal_error(why.kind, why.reason, why.status, cluster_id) from None
+        count = agreed.data_connections if _TCP in session.transports else 0
+        channel.send(wire.Agree(transports=list(session.transports), data_connections=count))
+        session.stage = "opening engine and data connections"
+        await self._open_connections(session, reply.token, count)
+        session.stage = "waiting for the peer's engine"
+        await channel.expect(wire.Attached)
+        channel.set_limits(reply.max_message, self.own.config.control_max_bytes)
+        return True
+
+    async def _prove_to(self, session: Session, offer: wire.HostOffer | None) -> None:
+        if offer is None:
+            session.drop_shm("the peer offers no same-host proof")
+            return
+        session.stage = "proving the same host"
+        channel = session.channel
+        try:
+            session.host = await prove_same_host(self._runtime, offer, _HOST_PROOF_TIMEOUT)
+        except HostRefused as why:
+            session.drop_shm(str(why))
+            channel.send(wire.HostProof(proved=False, reason=str(why)[:1000]))
+        else:
+            channel.send(self._host_proof(session.host))
+        session.stage = "waiting for the peer's same-host proof"
+        proof = await channel.expect(wire.HostProof)
+        self._check_proof(session, proof)
+
+    def _host_proof(self, host: HostPeer) -> wire.HostProof:
+        # Before the peer probes: it does so when it has this message.
+        allow_ptracer(host.pid, allow_any=self.own.config.allow_any_ptracer)
+        secret = self.own.secret
+        return wire.HostProof(
+            proved=True, nonce=host.nonce, answer=host.answer, address=secret.address, secret=secret.value
+        )
+
+    def _check_proof(self, session: Session, proof: wire.HostProof) -> None:
+        if session.host is None:
+            return
+        if not proof.proved:
+            session.drop_shm(f"the peer found no proof of the same host: {proof.reason}")
+        elif (proof.nonce, proof.answer) != (session.host.nonce, session.host.answer):
+            session.drop_shm("the unix connection and the control connection lead to different processes")
+        else:
+            session.host.probe(proof.address, proof.secret)
+
+    async def _open_connections(self, session: Session, token: bytes, count: int) -> None:
+        address = session.channel.stream.remote
+        wanted = [wire.Preamble(wire.ConnectionKind.ENGINE, 0, token)]
+        wanted += [wire.Preamble(wire.ConnectionKind.DATA, index, token) for index in range(count)]
+        streams: dict[int, Stream] = {}
+        failures: list[OSError] = []
+
+        async def open_one(number: int, preamble: wire.Preamble) -> None:
+            try:
+                streams[number] = stream = await self._runtime.connect(address)
+                stream.send(preamble.pack())
+                await stream.flush()
+            except OSError as why:
+                failures.append(why)
+
+        try:
+            async with Tasks() as tasks:
+                for number, preamble in enumerate(wanted):
+                    tasks.start(open_one, number, preamble, name="aiodatadist-connect")
+        finally:
+            session.engine = streams.pop(0, None)
+            session.data = [streams[number] for number in sorted(streams)]
+        if failures:
+            why = failures[0].strerror or failures[0]
+            raise LinkError(
+                f"cannot open engine and data connections to {address}: {why}",
+                peer=session.peer.cluster_id,
+                hint="raise the limit of open files if it says so (ulimit -n)",
+            ) from failures[0]
+
+    # The listening side.
+
+    async def accept(self, session: Session, hello: wire.Hello) -> None:
+        """Run the handshake after a Hello that is to be accepted.
+
+        Parameters
+        ----------
+        session : Session
+            As in `connect`.
+        hello : wire.Hello
+
+        Raises
+        ------
+        Refusal
+            The peer is to be told.
+        DataDistError
+            The peer is gone or breaks the protocol.
+        """
+        channel = session.channel
+        config = self.own.config
+        session.theirs = hello
+        token, arrivals = self._sessions.open(config.tcp_connections)
+        offer: wire.HostOffer | None = None
+        proved: list[HostPeer] = []
+        try:
+            fields = self.own.fields(session.granted)
+            mine = wire.Identity(**fields)
+            session.transports = negotiate(mine, hello).transports
+            if _SHM in session.transports and self._host_door is not None:
+                offer = self._host_door.offer(proved.append)
+            channel.send(wire.HelloReply(token=token, host=offer, **fields))
+            if _SHM in session.transports:
+                if offer is None:
+                    session.drop_shm("this side offers no same-host proof")
+                else:
+                    session.stage = "waiting for the peer's same-host proof"
+                    await self._await_proof(session, proved)
+            session.stage = "waiting for the peer's choice of transports"
+            agree = await channel.expect(wire.Agree)
+            self._check_agree(session, agree)
+            session.stage = "waiting for engine and data connections"
+            arrivals.expect(agree.data_connections)
+            await _unless_gone(channel, arrivals)
+            session.engine, session.data = arrivals.take()
+            channel.set_limits(hello.max_message, config.control_max_bytes)
+        finally:
+            self._sessions.shut(token)
+            if offer is not None and self._host_door is not None:
+                self._host_door.withdraw(offer)
+            for peer in proved:
+                if peer is not session.host:
+                    peer.close()
+
+    async def _await_proof(self, session: Session, proved: list[HostPeer]) -> None:
+        proof = await session.channel.expect(wire.HostProof)
+        if not proof.proved:
+            session.drop_shm(f"the peer found no proof of the same host: {proof.reason}")
+        elif not proved:
+            session.drop_shm("nobody came to the unix socket")
+        else:
+            session.host = proved[0]
+            self._check_proof(session, proof)
+        if session.host is not None:
+            session.channel.send(self._host_proof(session.host))
+        else:
+            session.channel.send(wire.HostProof(proved=False, reason=session.host_reason[:1000]))
+
+    def _check_agree(self, session: Session, agree: wire.Agree) -> None:
+        chosen = tuple(name for name in session.transports if name in agree.transports)
+        if set(agree.transports) - set(chosen):
+            raise ProtocolError(
+                f"the peer chose {', '.join(agree.transports)} out of {', '.join(session.transports)}",
+                peer=session.peer.cluster_id,
+            )
+        if _SHM not in chosen and session.host is not None:
+            session.drop_shm("the peer decided against it")
+        session.transports = chosen
+        most = min(self.own.config.tcp_connections, session.peer.tcp_connections)
+        fits = 1 <= agree.data_connections <= most if _TCP in chosen else agree.data_connections == 0
+        if not chosen or not fits:
+            names = ", ".join(chosen) or "no transport"
+            raise ProtocolError(
+                f"the peer chose {agree.data_connections} data connections for {names}",
+                peer=session.peer.cluster_id,
+            )
+
+
+async def _unless_gone(channel: Channel, arrivals: _Arrivals) -> None:
+    """Wait for the connections, but no longer than the peer lives, which sends nothing meanwhile."""
+
+    async def watch() -> None:
+        error: DataDistError
+        try:
+            if await channel.stream.wait_readable():
+                error = ProtocolError("the peer spoke out of turn", peer=channel.peer)
+            else:
+                error = PeerLostError(
+                    "the peer closed the connection during the handshake", peer=channel.peer
+                )
+        except OSError as why:
+            error = PeerLostError(f"the control connection broke: {why.strerror or why}", peer=channel.peer)
+        if not arrivals.complete.done():
+            arrivals.complete.set_exception(error)
+
+    failure: DataDistError | None = None
+    async with Tasks() as tasks:
+        tasks.start(watch, name="aiodatadist-handshake-watch")
+        try:
+            await arrivals.complete
+        except DataDistError as why:
+            failure = why
+        tasks.cancel()
+    if failure is not None:
+        raise failure

@@ -1,0 +1,524 @@
+"""One link: from the connections of a finished handshake to its end.
+
+A link exists for one epoch. It starts in `LinkState.LINKING`, exchanges cache tables, is `READY` once both
+sides have said so, and ends `CLOSED` (asked for by either side) or `BROKEN` (everything else). Linking the
+same peer again makes a new `Link`, so that nothing of an old epoch can be mistaken for the new one.
+
+`Link._end` is the one way out. It does not wait, may be called at any moment, and leaves nothing behind:
+table, notifications, control stream, unix channel and tasks end with it, and the engine is told. Only the
+native peer lives on until it is quiet (`peers.NativePeer`).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import deque
+from typing import TYPE_CHECKING, Final, Protocol
+
+from .. import _core
+from .._loop import Runtime, Tasks, close_all
+from ..errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DataDistError,
+    InternalError,
+    LinkError,
+    NativeStatus,
+    PeerLostError,
+    ProtocolError,
+)
+from ..observe import Counters, get_logger
+from ..types import CacheAnnounced, CacheGone, Event, LinkPath, LinkState, Notification, Role
+from . import wire
+from .peers import NativePeer, NativePeers
+from .table import Delta, LocalTable, RemoteEntry, RemoteKey, RemoteTable, wire_geometry
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Awaitable, Callable
+
+    from .events import Inbox
+    from .handshake import Own, Session
+
+__all__ = ["Link", "LinkOwner", "copy_error"]
+
+_log = get_logger()
+
+_UNSENT_MOST: Final = 256 * 1024
+"""Bytes of control messages that wait for room before nothing more is put in front of them."""
+_WORK_SECONDS: Final = 0.001
+"""Handling received messages yields to the loop after so much time."""
+
+
+def copy_error(error: DataDistError) -> DataDistError:
+    """Return a copy with the same cause: one exception raised in several tasks would mix their tracebacks."""
+    other = copy.copy(error)
+    other.__cause__ = error.__cause__
+    return other
+
+
+class LinkOwner(Protocol):
+    """What a link needs from the DataDist it belongs to."""
+
+    runtime: Runtime
+    own: Own
+    node: _core.Node
+    peers: NativePeers
+    table: LocalTable
+    inbox: Inbox
+
+    def link_changed(self, link: Link, old: LinkState) -> None:
+        """Take note that the state of the link is another one."""
+
+    def link_over(self, link: Link) -> None:
+        """Take note that nothing but the native peer is left of the link."""
+
+    def publish(self, event: Event) -> None:
+        """Tell the readers of events."""
+
+
+class Link:
+    """A link to a peer, valid for one epoch.
+
+    Attributes
+    ----------
+    cluster_id : int
+        The peer.
+    state : LinkState
+    epoch : int
+        Grows with each link to the same peer.
+    path : LinkPath
+        Which transport the link uses, and why no other.
+    role : Role or None
+        What the peer says it is for; None if this version does not know it.
+    peer_listens_at : tuple of str
+        Addresses that the peer names.
+    table : dict
+        The peer's caches by key. Empty when the link has ended.
+    error : DataDistError or None
+        Why the link ended.
+    """
+
+    def __init__(self, owner: LinkOwner, session: Session, epoch: int) -> None:
+        peer = session.peer
+        self.cluster_id = peer.cluster_id
+        self.state = LinkState.LINKING
+        self.epoch = epoch
+        self.path: LinkPath = session.path(owner.own)
+        try:
+            self.role: Role | None = Role(peer.role)
+        except ValueError:
+            self.role = None
+        self.peer_listens_at = tuple(peer.listen)
+        self.error: DataDistError | None = None
+        self._counters = Counters()
+        self._owner = owner
+        self._runtime = owner.runtime
+        self._session = session
+        self._channel = session.channel
+        self._channel.peer = self.cluster_id
+        self._tasks: Tasks | None = None
+        self._wake = owner.runtime.event()
+        self._wake.set()
+        self._waiting: list[asyncio.Future[None]] = []
+        self._unlinking = False
+        self._table_told = False
+        self._table_known = False
+        self._peer_ready = False
+        self._credits = peer.notify_credits
+        self._granted = session.granted
+        self._owed = 0
+        self._notifications: deque[tuple[bytes, asyncio.Future[None]]] = deque()
+        # The engine first: from here on the peer's operations may arrive, and its loss is noticed.
+        self._native: NativePeer = owner.peers.connect(owner.node, session, self._peer_lost)
+        self._feed = owner.table.feed(self._wake.set)
+        self._remote = RemoteTable(self, self.cluster_id, self._native.import_cache)
+        self.table: dict[RemoteKey, RemoteEntry] = self._remote.by_key
+
+    def __repr__(self) -> str:
+        return f"<Link to cluster {self.cluster_id}: {self.state}, epoch {self.epoch}, {self.path.transport}>"
+
+    @property
+    def _stage(self) -> str:
+        """What the link does or waits for."""
+        if self._unlinking and self.error is None:
+            return "waiting for the peer to unlink"
+        if self.state is not LinkState.LINKING:
+            return self.state.value
+        return "waiting for the peer to be ready" if self._table_known else "exchanging cache tables"
+
+    # Life. --------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        """Serve the link until it ends."""
+        try:
+            async with Tasks() as tasks:
+                self._tasks = tasks
+                if self.error is not None:
+                    return
+                tasks.start(self._guarded, self._write, name=f"aiodatadist-write-{self.cluster_id}")
+                tasks.start(self._guarded, self._read, name=f"aiodatadist-read-{self.cluster_id}")
+        finally:
+            self._tasks = None
+            self._end(LinkError("the link was given up", peer=self.cluster_id), LinkState.CLOSED)
+
+    async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Have every failure of a task end the link, with a typed error."""
+        try:
+            await work()
+        except DataDistError as why:
+            self._end(why)
+        except OSError as why:
+            lost = PeerLostError(f"the control connection broke: {why.strerror or why}", peer=self.cluster_id)
+            lost.__cause__ = why
+            self._end(lost)
+        except Exception as why:
+            _log.exception("a link failed", cluster_id=self.cluster_id)
+            fault = InternalError(f"the link failed: {why!r}", peer=self.cluster_id)
+            fault.__cause__ = why
+            self._end(fault)
+
+    def _end(self, error: DataDistError, state: LinkState = LinkState.BROKEN) -> None:
+        """End the link at once. Only the first call counts.
+
+        Parameters
+        ----------
+        error : DataDistError
+            Why; kept as `error` and given to everybody who waits for the link.
+        state : LinkState
+            ``BROKEN`` or ``CLOSED``.
+        """
+        if self.error is not None:
+            return
+        if error.peer is None:
+            error.peer = self.cluster_id
+        self.error = error
+        self._change(LinkState.CLOSED if self._unlinking else state)
+        self._feed.close()
+        gone = self._remote.clear()
+        self._session.close()
+        orderly = self.state is LinkState.CLOSED
+        self._native.disconnect(NativeStatus.CLOSED if orderly else NativeStatus.PEER_LOST)
+        if self._runtime.closed:
+            return  # a closed loop has nobody left to tell
+        if self._tasks is not None:
+            self._tasks.cancel()
+        notifications, self._notifications = self._notifications, deque()
+        for _, told in notifications:
+            _fail(told, error)
+        self._wake_waiting()
+        for entry in gone:
+            self._owner.publish(CacheGone(self.cluster_id, entry.cache_id))
+        self._owner.link_over(self)
+
+    def _change(self, state: LinkState) -> None:
+        old, self.state = self.state, state
+        if old is not state and not self._runtime.closed:
+            self._owner.link_changed(self, old)
+
+    def _peer_lost(self, error: DataDistError, orderly: bool) -> None:
+        self._end(error, LinkState.CLOSED if orderly else LinkState.BROKEN)
+
+    async def _wait(self) -> None:
+        """Wait until the link is ready, has ended, or its end was acknowledged."""
+        waiter = self._runtime.future()
+        self._waiting.append(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiting.remove(waiter)
+
+    def _wake_waiting(self) -> None:
+        for waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def _until_ready(self) -> None:
+        """Wait until the link is ready. Raises why it is not, if it ended instead."""
+        while self.state is LinkState.LINKING:
+            await self._wait()
+        if self.error is not None:
+            raise copy_error(self.error)
+
+    async def _until_over(self) -> None:
+        """Wait until the link has ended."""
+        while self.error is None:
+            await self._wait()
+
+    def _check_ready(self) -> None:
+        if self.state is LinkState.LINKING and self._table_known and self._peer_ready:
+            # What was read while the link was made has to be granted, too.
+            unread = self._owner.inbox.unread(self.cluster_id)
+            self._owed = max(0, self._owner.own.config.notify_credits - self._granted - unread)
+            self._change(LinkState.READY)
+            self._wake_waiting()
+            self._wake.set()
+
+    async def _answers(self) -> bool:
+        """Ask the peer's engine whether it still has this link. May wait for ever."""
+        return await self._native.answers()
+
+    async def _unlink(self, reason: str = "") -> None:
+        """Tell the peer, wait until it has ended the link as well, and until it is quiet.
+
+        The caller limits the time. The link takes no new work from the call on, and is ended here whatever
+        happens.
+        """
+        if self.error is None:
+            try:
+                if not self._unlinking:
+                    self._unlinking = True
+                    self._change(LinkState.CLOSED)
+                    self._channel.send(wire.Unlink(reason=reason[:1000]))
+                await self._until_over()
+            finally:
+                self._end(self._unlinked())
+        await self._native.wait_quiet()
+
+    def _unlinked(self) -> LinkError:
+        return LinkError("the link was unlinked", peer=self.cluster_id, hint="link it again")
+
+    # Reading. -----------------------------------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        began = self._runtime.now()
+        while True:
+            message = await self._channel.receive()
+            if message is None:
+                raise PeerLostError("the peer closed the control connection", hint="link it again")
+            self._handle(message)
+            if self.error is not None:
+                return
+            if self._runtime.now() - began > _WORK_SECONDS:
+                await self._runtime.sleep(0)
+                began = self._runtime.now()
+
+    def _handle(self, message: wire.AnyMessage) -> None:
+        match message:
+            case wire.Unlink():
+                self._on_unlink(message)
+            case wire.UnlinkAck() if self._unlinking:
+                self._end(self._unlinked())
+            case _ if self._unlinking:
+                pass  # sent before the peer knew
+            case wire.Notify() if self._peer_ready:
+                self._on_notify(message)
+            case wire.NotifyCredit() if self._peer_ready:
+                self._credits += message.count
+                self._wake.set()
+            case wire.CacheAnnounce():
+                self._on_announce(message)
+            case wire.CacheWithdraw():
+                entry = self._remote.withdraw(message)
+                self._owner.publish(CacheGone(self.cluster_id, entry.cache_id))
+            case wire.TableEnd() if not self._table_known:
+                self._table_known = True
+                self._channel.send(wire.Ready())
+                self._check_ready()
+            case wire.Ready() if not self._peer_ready:
+                self._peer_ready = True
+                self._check_ready()
+            case _:
+                raise ProtocolError(f"the peer sent {type(message).__name__} out of turn")
+
+    def _on_announce(self, message: wire.CacheAnnounce) -> None:
+        host, transports = self._session.host, self._session.transports
+        keys: list[tuple[str, bytes, int]] = []
+        fds: list[int] = []
+        try:
+            for key in message.keys:
+                fd = -1
+                if key.fd:
+                    if host is None:
+                        raise ProtocolError("the peer named a descriptor on a link without shm")
+                    fd = host.receive_fd(key.fd)
+                    fds.append(fd)
+                if key.transport in transports:
+                    keys.append((key.transport, key.data, fd))
+            keys.sort(key=lambda key: transports.index(key[0]))
+            entry = self._remote.announce(message, keys)
+        finally:
+            close_all(fds)
+        if entry.error is not None:
+            _log.warning(
+                "a cache of the peer cannot be reached",
+                cluster_id=self.cluster_id,
+                cache_id=entry.cache_id,
+                error=str(entry.error),
+            )
+        self._owner.publish(CacheAnnounced(self.cluster_id, entry.cache_id, entry.key, entry.geometry))
+
+    def _on_notify(self, message: wire.Notify) -> None:
+        if self._granted <= 0:
+            raise ProtocolError("the peer sent a notification without a credit")
+        most = self._owner.own.config.notify_max_bytes
+        if len(message.payload) > most:
+            raise ProtocolError(f"the peer sent a notification of {len(message.payload)} bytes, above {most}")
+        self._granted -= 1
+        self._owner.inbox.put(Notification(self.cluster_id, message.payload))
+
+    def _on_unlink(self, message: wire.Unlink) -> None:
+        hint = "link it again"
+        reason = f": {message.reason}" if message.reason else ""
+        error = LinkError(f"the peer unlinked{reason}", peer=self.cluster_id, hint=hint)
+        # The peer sends nothing after Unlink, so that closing with the answer just sent loses nothing.
+        self._channel.send(wire.UnlinkAck())
+        self._end(error, LinkState.CLOSED)
+
+    # Writing. -----------------------------------------------------------------------------------------------
+
+    async def _write(self) -> None:
+        began = self._runtime.now()
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while not self._unlinking:
+                # Nothing is put in front of a slow peer beyond this; what waits is bounded by tables and
+                # credits.
+                await self._channel.stream.flush(_UNSENT_MOST)
+                if not await self._write_one():
+                    break
+                if self._runtime.now() - began > _WORK_SECONDS:
+                    await self._runtime.sleep(0)
+                    began = self._runtime.now()
+
+    async def _write_one(self) -> bool:
+        """Send one message; False when there is none."""
+        delta = self._feed.take()
+        if delta is not None:
+            await self._send_delta(delta)
+            return True
+        if not self._table_told:
+            self._table_told = True
+            self._channel.send(wire.TableEnd(version=self._feed.version))
+            return True
+        if self.state is not LinkState.READY:
+            return False
+        if self._owed >= max(1, self._owner.own.config.notify_credits // 2):
+            owed, self._owed = self._owed, 0
+            self._granted += owed
+            self._channel.send(wire.NotifyCredit(count=owed))
+            return True
+        while self._notifications and self._credits:
+            payload, told = self._notifications.popleft()
+            if not told.done():
+                self._send_notification(payload)
+                told.set_result(None)
+                return True
+        return False
+
+    async def _send_delta(self, delta: Delta) -> None:
+        record = delta.record
+        if record is None:
+            self._channel.send(wire.CacheWithdraw(version=delta.version, cache_id=delta.cache_id))
+            return
+        exported: list[wire.ExportedKey] = []
+        copies: list[int] = []
+        try:
+            # Copies, because the cache may be closed while the unix connection has no room.
+            found = []
+            for transport, data, fd in record.native.export_keys():
+                if transport in self._session.transports:
+                    if fd >= 0:
+                        fd = os.dup(fd)
+                        copies.append(fd)
+                    found.append((transport, data, fd))
+            for transport, data, fd in found:
+                number = 0
+                if fd >= 0:
+                    if self._session.host is None:
+                        continue
+                    number = await self._session.host.send_fd(fd)
+                exported.append(wire.ExportedKey(transport=transport, data=data, fd=number))
+        except OSError as why:
+            # Without descriptors for it the cache is still reachable over the other transports.
+            _log.warning(
+                "cannot share the memory of a cache with a peer of this host",
+                cluster_id=self.cluster_id,
+                cache_id=delta.cache_id,
+                error=str(why),
+            )
+            exported += [
+                wire.ExportedKey(transport=transport, data=data)
+                for transport, data, fd in found
+                if fd < 0 and transport not in {key.transport for key in exported}
+            ]
+        finally:
+            close_all(copies)
+        self._channel.send(
+            wire.CacheAnnounce(
+                version=delta.version,
+                cache_id=delta.cache_id,
+                model_id=record.key.model_id if record.key is not None else None,
+                access=record.access,
+                geometry=wire_geometry(record.geometry),
+                keys=exported,
+            )
+        )
+
+    # Notifications. -----------------------------------------------------------------------------------------
+
+    def post_notification(self, payload: bytes) -> asyncio.Future[None]:
+        """Send a notification when the peer has granted a credit for it.
+
+        Parameters
+        ----------
+        payload : bytes
+
+        Returns
+        -------
+        asyncio.Future
+            Done when the notification was handed to the socket. Cancelling it before that drops the
+            notification. It fails with the link.
+
+        Raises
+        ------
+        ArgumentTypeError, ArgumentError
+            `payload` is not bytes, or longer than the peer accepts.
+        """
+        self._check_payload(payload)
+        told = self._runtime.future()
+        if self.error is not None or self._unlinking:
+            _fail(told, self.error or self._unlinked())
+        elif (
+            self._credits
+            and not self._notifications
+            and self.state is LinkState.READY
+            and self._channel.stream.unsent <= _UNSENT_MOST
+        ):
+            self._send_notification(payload)
+            told.set_result(None)
+        else:
+            self._notifications.append((payload, told))
+            self._wake.set()
+        return told
+
+    def _check_payload(self, payload: bytes) -> None:
+        if not isinstance(payload, bytes):
+            raise ArgumentTypeError(
+                f"notify must be bytes, got {payload!r:.80} of type {type(payload).__name__}",
+                hint="encode it first",
+            )
+        most = self._session.peer.notify_max_bytes
+        if len(payload) > most:
+            raise ArgumentError(
+                f"notify has {len(payload)} bytes, and the peer accepts {most}",
+                peer=self.cluster_id,
+                hint="send less, or raise notify_max_bytes at the peer",
+            )
+
+    def _send_notification(self, payload: bytes) -> None:
+        self._credits -= 1
+        self._channel.send(wire.Notify(payload=payload))
+
+    def _return_credit(self) -> None:
+        """A notification of this peer was read."""
+        self._owed += 1
+        self._wake.set()
+
+
+def _fail(waiter: asyncio.Future[None], error: DataDistError) -> None:
+    if not waiter.done():
+        waiter.set_exception(copy_error(error))
+        waiter.exception()  # whoever waits still gets it, and nobody has to
