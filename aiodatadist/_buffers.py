@@ -136,9 +136,15 @@ class _ArrayInterface:
         self.owner = owner
 
 
+def _has_base(x: object, name: str) -> bool:
+    """Tell whether a class of torch of that name is among an object's, without importing torch."""
+    return any(
+        base.__name__ == name and base.__module__.partition(".")[0] == "torch" for base in type(x).__mro__
+    )
+
+
 def _is_torch_tensor(x: object) -> bool:
-    """Tell torch tensors, subclasses included, without importing torch."""
-    return any(base.__name__ == "Tensor" and base.__module__ == "torch" for base in type(x).__mro__)
+    return _has_base(x, "Tensor")
 
 
 def _from_torch(tensor: Any, name: str) -> _Memory:
@@ -164,19 +170,17 @@ def _from_torch(tensor: Any, name: str) -> _Memory:
     shape = tuple(int(n) for n in tensor.shape)
     if 0 in shape:
         raise _zero_size(name, shape)
+    no_memory = f"{name} of type {type(tensor).__name__} has no memory of its own"
+    if _has_base(tensor, "FakeTensor"):  # Asked for its address, it would warn.
+        raise ArgumentError(no_memory, hint="register a plain tensor")
     try:
         # Detached, it stays the same memory even if the caller assigns other memory to tensor.data.
         held = tensor.detach()
         address = int(held.data_ptr())
-    except RuntimeError as why_not:
-        raise ArgumentError(
-            f"{name} of type {type(tensor).__name__} has no memory of its own: {why_not}",
-            hint="register a plain tensor",
-        ) from why_not
+    except RuntimeError as why:
+        raise ArgumentError(f"{no_memory}: {why}", hint="register a plain tensor") from why
     if address == 0:
-        raise ArgumentError(
-            f"{name} of type {type(tensor).__name__} has no memory of its own", hint="register a plain tensor"
-        )
+        raise ArgumentError(no_memory, hint="register a plain tensor")
     return _Memory(
         address=address,
         shape=shape,
@@ -190,9 +194,9 @@ def _from_torch(tensor: Any, name: str) -> _Memory:
 
 def _from_numpy(array: np.ndarray[Any, Any], name: str) -> _Memory:
     dtype = array.dtype
-    # Plain void and single bytes carry bits. ml_dtypes' dtypes are void too, but have names of their own.
-    bits = (dtype.kind == "V" and dtype.names is None and dtype.subdtype is None) or dtype.str == "|S1"
-    named = _named(dtype, name) if dtype.name in DTYPE_SIZES or not bits else None
+    # Plain void and single bytes carry bits. (Those of ml_dtypes are of kind "V" too, but have names.)
+    bits = (dtype.type is np.void and dtype.names is None) or dtype.str == "|S1"
+    named = None if bits else _named(dtype, name)
     return _Memory(
         address=int(array.__array_interface__["data"][0]),
         shape=array.shape,

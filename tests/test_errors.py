@@ -89,21 +89,24 @@ def test_cache_not_found_is_no_key_error() -> None:
 
 
 def test_status_codes_of_the_original() -> None:
-    assert Status.SUCCESS == 0
-    assert Status.FAILED == 4294967295
-    assert Status.KV_CACHE_NOT_EXIST == 1343270914
-    assert Status.PARAM_INVALID == 1343270917
-    assert Status.NOT_YET_LINK == 1343270919
-    assert Status.LINK_FAILED == 1343270921
-    assert Status.BLOCKS_OUT_OF_MEMORY == 1343270931
-    assert Status.EXIST_LINK == 1343270936
-    assert Status.FEATURE_NOT_ENABLED == 1343270937
-    assert Status.TIMEOUT == 1343270938
-    assert Status.LINK_BUSY == 1343270939
-    assert Status.OUT_OF_MEMORY == 1343270940
-    assert Status.DEVICE_MEM_ERROR == 507053
-    assert Status.SUSPECT_REMOTE_ERROR == 507057
-    assert Status.UNKNOWN_ERROR == -1
+    codes = {
+        "SUCCESS": 0,
+        "FAILED": 4294967295,
+        "KV_CACHE_NOT_EXIST": 1343270914,
+        "PARAM_INVALID": 1343270917,
+        "NOT_YET_LINK": 1343270919,
+        "LINK_FAILED": 1343270921,
+        "BLOCKS_OUT_OF_MEMORY": 1343270931,
+        "EXIST_LINK": 1343270936,
+        "FEATURE_NOT_ENABLED": 1343270937,
+        "TIMEOUT": 1343270938,
+        "LINK_BUSY": 1343270939,
+        "OUT_OF_MEMORY": 1343270940,
+        "DEVICE_MEM_ERROR": 507053,
+        "SUSPECT_REMOTE_ERROR": 507057,
+        "UNKNOWN_ERROR": -1,
+    }
+    assert {name: Status[name].value for name in codes} == codes
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -116,7 +119,7 @@ def test_no_error_reports_success(cls: type[DataDistError]) -> None:
 @pytest.mark.parametrize("cls", CLASSES)
 def test_attributes_are_keyword_only(cls: type[DataDistError]) -> None:
     with pytest.raises(TypeError):
-        cls("x", Status.FAILED)  # type: ignore[misc]
+        cls("x", Status.FAILED)  # type: ignore[call-arg]
     error = cls("x", status=Status.TIMEOUT, peer=7, transport="tcp", hint="do that")
     assert (error.status, error.peer, error.transport, error.hint) == (Status.TIMEOUT, 7, "tcp", "do that")
     assert error.args == ("x",)

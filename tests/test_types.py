@@ -376,7 +376,7 @@ def test_geometry(shape: tuple[int, ...], dtype: str, num_tensors: int, gap: int
 @pytest.mark.parametrize(
     "change", [{"itemsize": 8}, {"num_blocks": 7}, {"block_bytes": 12}, {"stride": 15}, {"num_tensors": 0}]
 )
-def test_a_geometry_that_contradicts_itself(change: dict[str, int]) -> None:
+def test_a_geometry_that_contradicts_itself(change: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError):
         dataclasses.replace(Geometry.of("float32", (8, 4), 2), **change)
 
@@ -411,8 +411,8 @@ def test_match_of_chosen_fields() -> None:
 
 def test_roles() -> None:
     assert [(role.name, role.value) for role in Role] == [("PROMPT", 1), ("DECODER", 2), ("MIX", 3)]
-    assert Role.PREFILL is Role.PROMPT
-    assert Role.DECODE is Role.DECODER
+    assert Role["PREFILL"] is Role.PROMPT
+    assert Role["DECODE"] is Role.DECODER
 
 
 def test_link_path_says_why() -> None:
