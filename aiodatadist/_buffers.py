@@ -389,7 +389,8 @@ def view_of(x: object, name: str = "tensor", *, desc: CacheDesc | None = None) -
     ----------
     x : object
         A numpy array, a torch CPU tensor (``requires_grad`` is fine: its memory is used), an object with the
-        array interface, the buffer protocol or DLPack, or an address in this process.
+        array interface, the buffer protocol or DLPack, or an address in this process. (numpy before 2.2.5
+        takes DLPack memory for read-only.)
     name : str
         What to call it in errors.
     desc : CacheDesc, optional

@@ -83,7 +83,7 @@ def as_integer(value: SupportsIndex, name: str, *, low: int = 0, high: int = U64
     ArgumentError
         `value` is out of range.
     """
-    if isinstance(value, bool):
+    if type(value).__name__ in ("bool", "bool_"):  # Python's and numpy's
         raise ArgumentTypeError(
             f"{name} must be an integer, got the bool {value}", hint=f"give {int(value)} if you mean it"
         )

@@ -31,7 +31,7 @@ from aiodatadist.types import DTYPE_SIZES, CacheDesc, Geometry, Placement
 with contextlib.suppress(ImportError):
     import torch  # noqa: F401
 
-NUMPY_DTYPES = [name for name in DTYPE_SIZES if hasattr(np, name)]
+NUMPY_DTYPES = [name for name in DTYPE_SIZES if not name.startswith(("bfloat", "float8"))]
 
 
 def _address(x: np.ndarray[Any, Any]) -> int:
@@ -427,7 +427,9 @@ class DLPack:
 def test_dlpack() -> None:
     tensor = np.zeros((4, 2, 3), np.float32)
     view = view_of(DLPack(tensor[:, 1]))
-    assert (view.address, view.stride, view.readonly) == (_address(tensor) + 12, 24, False)
+    assert (view.address, view.stride) == (_address(tensor) + 12, 24)
+    old = np.lib.NumpyVersion(np.__version__) < "2.2.5"
+    assert view.readonly is old
     gone = weakref.ref(tensor)
     del tensor
     gc.collect()

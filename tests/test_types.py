@@ -104,7 +104,7 @@ def test_integers_out_of_range(value: int) -> None:
 
 def test_dtype_sizes_agree_with_numpy() -> None:
     for name, size in DTYPE_SIZES.items():
-        if hasattr(np, name):
+        if not name.startswith(("bfloat", "float8")):
             assert np.dtype(name).itemsize == size
         assert dtype_name(name) == name
 
