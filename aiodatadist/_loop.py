@@ -691,33 +691,50 @@ def close_all(fds: list[int]) -> None:
 # The completion ring. ---------------------------------------------------------------------------------------
 
 
-_rings: dict[asyncio.AbstractEventLoop, list[RingWatch]] = {}
+_rings: dict[asyncio.AbstractEventLoop, RingWatch] = {}
 
 
 class RingWatch:
-    """The completion ring of one engine in one loop, shared by the DataDists there."""
+    """The completion ring of one loop, shared by the DataDists there.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, engine: _core.Engine) -> None:
+    Attributes
+    ----------
+    ring : _core.Ring
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, engine: _core.Engine, inline_budget: float, *, shared: bool
+    ) -> None:
         from . import _core
 
         self._loop = loop
-        self._engine = engine
+        self._shared = shared
         self._users = 0
         self._listeners: dict[Callable[[], None], None] = {}
-        self.ring = _core.Ring(engine)
+        self.ring = _core.Ring(engine, loop.call_soon, inline_budget)
         self._fd = self.ring.fd
         loop.add_reader(self._fd, self._drain)
 
     @classmethod
-    def acquire(cls, loop: asyncio.AbstractEventLoop, engine: _core.Engine) -> RingWatch:
-        """Return the watch of this engine and loop, counting its users."""
-        watches = _rings.setdefault(loop, [])
-        for watch in watches:
-            if watch._engine is engine:
-                break
-        else:
-            watch = cls(loop, engine)
-            watches.append(watch)
+    def acquire(
+        cls, loop: asyncio.AbstractEventLoop, engine: _core.Engine, inline_budget: float, *, shared: bool
+    ) -> RingWatch:
+        """Return the watch of this loop, counting its users.
+
+        Parameters
+        ----------
+        loop : asyncio.AbstractEventLoop
+        engine : _core.Engine
+        inline_budget : float
+            Seconds; that of the first user counts.
+        shared : bool
+            Whether `engine` is the one of the process. An engine in step mode has a ring of its own.
+        """
+        watch = _rings.get(loop) if shared else None
+        if watch is None:
+            watch = cls(loop, engine, inline_budget, shared=shared)
+            if shared:
+                _rings[loop] = watch
         watch._users += 1
         return watch
 
@@ -735,18 +752,14 @@ class RingWatch:
         self._listeners.pop(listener, None)
 
     def release(self) -> None:
-        """Give one use back; the last one closes the ring."""
+        """Give one use back; the last one takes the ring off the loop."""
         self._users -= 1
         if self._users:
             return
-        watches = _rings.get(self._loop, [])
-        if self in watches:
-            watches.remove(self)
-            if not watches:
-                del _rings[self._loop]
+        if self._shared:
+            _rings.pop(self._loop, None)
         if not self._loop.is_closed():
             self._loop.remove_reader(self._fd)
-        self.ring.close()
 
 
 # The runtime. -----------------------------------------------------------------------------------------------
@@ -797,9 +810,9 @@ class Runtime:
         """Start the one task of a DataDist that is not in a task group: the one that holds the group."""
         return self.loop.create_task(coroutine, name=name)
 
-    def ring(self, engine: _core.Engine) -> RingWatch:
-        """Return the completion ring of this engine in this loop."""
-        return RingWatch.acquire(self.loop, engine)
+    def ring(self, engine: _core.Engine, inline_budget: float, *, shared: bool = True) -> RingWatch:
+        """Return the completion ring of this loop; see `RingWatch.acquire`."""
+        return RingWatch.acquire(self.loop, engine, inline_budget, shared=shared)
 
     async def resolve(self, address: Address, *, passive: bool = False) -> list[tuple[int, tuple[Any, ...]]]:
         """Return families and socket addresses of a host; only names take a thread. Raises OSError."""

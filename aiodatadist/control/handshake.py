@@ -297,8 +297,6 @@ class Session:
     Attributes
     ----------
     channel : Channel
-    initiator : bool
-        Whether this side connected.
     theirs : wire.Identity
     granted : int
         Notification credits that the peer was given.
@@ -310,9 +308,8 @@ class Session:
         The peer on the same host, if shm is agreed.
     """
 
-    def __init__(self, channel: Channel, *, initiator: bool, granted: int) -> None:
+    def __init__(self, channel: Channel, *, granted: int) -> None:
         self.channel = channel
-        self.initiator = initiator
         self.granted = granted
         self.stage = "connecting"
         self.theirs: wire.Identity | None = None
@@ -368,6 +365,10 @@ class Session:
     def close(self) -> None:
         """Close whatever was not given away."""
         self.channel.close()
+        self.drop_connections()
+
+    def drop_connections(self) -> None:
+        """Close all but the control connection."""
         if self.host is not None:
             self.host.close()
         for stream in (self.engine, *self.data):

@@ -112,6 +112,7 @@ class Link:
             self.role = None
         self.peer_listens_at = tuple(peer.listen)
         self.error: DataDistError | None = None
+        self._incarnation = peer.incarnation
         self._counters = Counters()
         self._owner = owner
         self._runtime = owner.runtime
@@ -144,6 +145,8 @@ class Link:
         """What the link does or waits for."""
         if self._unlinking and self.error is None:
             return "waiting for the peer to unlink"
+        if self.error is not None and not self._native.quiet:
+            return "waiting until the peer can no longer touch local memory"
         if self.state is not LinkState.LINKING:
             return self.state.value
         return "waiting for the peer to be ready" if self._table_known else "exchanging cache tables"
@@ -446,6 +449,8 @@ class Link:
             ]
         finally:
             close_all(copies)
+        if self._unlinking:
+            return  # nothing follows Unlink
         self._channel.send(
             wire.CacheAnnounce(
                 version=delta.version,
@@ -513,7 +518,7 @@ class Link:
         self._channel.send(wire.Notify(payload=payload))
 
     def _return_credit(self) -> None:
-        """A notification of this peer was read."""
+        """Give a credit back: a notification of this peer was read."""
         self._owed += 1
         self._wake.set()
 

@@ -82,10 +82,10 @@ class NativePeer:
         finally:
             self._pings.pop(token, None)
 
-    async def fence(self, cache_id: int = 0) -> None:
+    async def fence(self) -> None:
         """Wait until no earlier operation of the peer can touch local memory; a lost one has to be quiet."""
         if not self.lost:
-            token = self._native.fence(cache_id)
+            token = self._native.fence()
             self._fences[token] = waiter = self._runtime.future()
             try:
                 status = await waiter

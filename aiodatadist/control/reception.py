@@ -1,0 +1,92 @@
+"""What comes in at the one port: the preamble is read, then a connection goes where it belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Final
+
+from .._loop import Deadline
+from ..errors import ProtocolError
+from ..observe import get_logger
+from . import wire
+
+if TYPE_CHECKING:
+    from .._loop import Runtime, Stream, StreamListener, Tasks
+    from ..types import Address
+    from .handshake import SessionDoor
+
+__all__ = ["Reception"]
+
+_log = get_logger()
+
+MAX_UNKNOWN: Final = 512
+"""Connections that have not said what they are; above, the one that has been silent for longest is closed."""
+
+
+class Reception:
+    """Listens, reads preambles, and sorts.
+
+    Parameters
+    ----------
+    runtime : Runtime
+    tasks : Tasks
+        Owns one task for each connection until it is sorted, and for a control connection the whole link.
+    timeout : float
+        Seconds that a connection may take for its preamble.
+    sessions : SessionDoor
+        Gets engine and data connections.
+    on_control : callable
+        A coroutine function that serves a control connection and closes it.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        tasks: Tasks,
+        timeout: float,
+        sessions: SessionDoor,
+        on_control: Callable[[Stream], Awaitable[None]],
+    ) -> None:
+        self._runtime = runtime
+        self._tasks = tasks
+        self._timeout = timeout
+        self._sessions = sessions
+        self._on_control = on_control
+        self._unknown: dict[Stream, None] = {}
+        self._listener: StreamListener | None = None
+
+    async def listen(self, address: Address) -> Address:
+        """Start listening and return the address with its port. Raises OSError."""
+        self._listener = await self._runtime.listen(address, self._on_stream)
+        return self._listener.address
+
+    def close(self) -> None:
+        """Stop listening and close what has not said what it is."""
+        if self._listener is not None:
+            self._listener.close()
+        for stream in tuple(self._unknown):
+            stream.close()
+
+    def _on_stream(self, stream: Stream) -> None:
+        if len(self._unknown) >= MAX_UNKNOWN:
+            next(iter(self._unknown)).close()
+        self._unknown[stream] = None
+        self._tasks.start(self._sort, stream, name="aiodatadist-preamble")
+
+    async def _sort(self, stream: Stream) -> None:
+        preamble: wire.Preamble | None = None
+        try:
+            with Deadline(self._timeout):
+                preamble = wire.Preamble.unpack(await stream.receive_exactly(wire.PREAMBLE_SIZE))
+        except (OSError, EOFError, ProtocolError) as why:
+            _log.debug("dropped a connection", peer=stream.peer, reason=str(why))
+        finally:
+            self._unknown.pop(stream, None)
+            if preamble is None:
+                stream.close()
+        if preamble is None:
+            return
+        if preamble.kind is wire.ConnectionKind.CONTROL:
+            await self._on_control(stream)
+        else:
+            self._sessions.admit(preamble, stream)
