@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+# Declarations of the native engine. Everything that decides stands in the Python modules.
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uint8_t
+from libcpp cimport bool as cbool
+from libcpp.memory cimport shared_ptr
+from libcpp.string cimport string
+from libcpp.vector cimport vector
+
+
+cdef extern from "aiodatadist/transport.h" nogil:
+    ctypedef int32_t adt_status_t
+    int ADT_OK
+    int ADT_PENDING
+    ctypedef enum adt_opcode_t:
+        ADT_READ
+        ADT_WRITE
+    unsigned ADT_REMOTE_READ
+    unsigned ADT_REMOTE_WRITE
+    ctypedef struct adt_geometry_t:
+        uint32_t num_tensors
+        uint64_t num_blocks
+        uint64_t block_bytes
+        uint64_t block_stride
+    ctypedef struct adt_memory_t:
+        uint64_t cache_id
+        adt_geometry_t geometry
+        void **tensors
+        uint32_t access
+        uint64_t region_id
+        void *region_base
+        uint64_t region_bytes
+    ctypedef struct adt_key_t:
+        const void *data
+        size_t size
+        int fd
+    ctypedef struct adt_path_t:
+        const char *name
+    ctypedef struct adt_probe_t:
+        int usable
+        char *reason
+    ctypedef struct adt_transport_ops_t:
+        const char *name
+        void (*probe)(adt_probe_t *out) noexcept
+
+
+cdef extern from "engine.hpp" namespace "adt" nogil:
+    const unsigned kTransportCount
+    const adt_transport_ops_t *kTransports[]
+
+    cdef enum class CEventKind "adt::EventKind"(uint32_t):
+        transfer_done
+        peer_lost
+        peer_quiet
+        fenced
+        cache_quiet
+        transfer_ended
+        pong
+
+    cdef struct CEvent "adt::Event":
+        CEventKind kind
+        adt_status_t status
+        uint64_t node
+        uint64_t peer
+        uint64_t token
+        uint64_t cache
+        uint64_t bytes
+        uint32_t opcode
+        void *cookie
+
+    cdef cppclass CRing "adt::Ring":
+        CRing() except +
+        int fd()
+        void take(vector[CEvent] &out) except +
+        void wake()
+
+    cdef cppclass CLocalCache "adt::LocalCache":
+        uint64_t id
+        adt_geometry_t geometry
+
+    cdef cppclass CRemoteCache "adt::RemoteCache":
+        uint64_t id
+        adt_geometry_t geometry
+        unsigned transport
+        adt_path_t path
+
+    cdef cppclass CPeer "adt::Peer":
+        uint64_t id
+
+    cdef cppclass CNode "adt::Node":
+        uint64_t id
+
+    cdef cppclass CBlockFault "adt::BlockFault":
+        int kind
+        size_t position
+        int64_t value
+
+    cdef struct CTransferRequest "adt::TransferRequest":
+        shared_ptr[CLocalCache] local
+        shared_ptr[CRemoteCache] remote
+        adt_opcode_t opcode
+        const int64_t *local_blocks
+        const int64_t *remote_blocks
+        size_t count
+        uint32_t local_tensor
+        uint32_t remote_tensor
+        uint32_t num_tensors
+        uint64_t timeout_ns
+        cbool allow_inline
+        void *cookie
+
+    cdef struct CSubmitResult "adt::SubmitResult":
+        adt_status_t status
+        cbool executed
+        uint64_t op
+        uint64_t bytes
+        CBlockFault fault
+
+    cdef struct CPendingRow "adt::PendingRow":
+        uint64_t op
+        uint64_t peer
+        uint64_t cache
+        uint32_t opcode
+        adt_status_t stop
+        uint64_t age_ns
+        uint64_t bytes_done
+        uint64_t bytes_total
+        const char *path
+
+    cdef cppclass CConnectRequest "adt::ConnectRequest":
+        int wire
+        vector[int] data
+        int32_t pid
+        int pidfd
+        cbool process_vm
+        cbool *use
+
+    cdef cppclass CClock "adt::Clock":
+        uint64_t now_ns()
+
+    cdef cppclass CEngineOptions "adt::Engine::Options":
+        unsigned copy_threads
+        unsigned io_threads
+        cbool stepped
+
+    cdef cppclass CEngine "adt::Engine":
+        @staticmethod
+        shared_ptr[CEngine] acquire(const CEngineOptions &options) except +
+        @staticmethod
+        void release(shared_ptr[CEngine] &engine) except +
+        CEngine(const CEngineOptions &options) except +
+        CClock &clock()
+        void step(uint64_t advance_ns) except +
+        shared_ptr[CNode] open_node(uint64_t cluster_id, shared_ptr[CRing] ring, uint64_t drain_ns, uint64_t heartbeat_ns, uint64_t inline_bytes, uint64_t populate_bytes) except +
+        void abort_node(const shared_ptr[CNode] &node) except +
+        cbool node_quiet(const shared_ptr[CNode] &node)
+        cbool wait_node_quiet(const shared_ptr[CNode] &node, uint64_t timeout_ns) except +
+        void close_node(const shared_ptr[CNode] &node) except +
+        vector[CPendingRow] pending(const shared_ptr[CNode] &node) except +
+        adt_status_t connect(const shared_ptr[CNode] &node, const CConnectRequest &request, shared_ptr[CPeer] &out, string &error) except +
+        void disconnect(const shared_ptr[CPeer] &peer, adt_status_t status) except +
+        uint64_t fence(const shared_ptr[CPeer] &peer) except +
+        uint64_t ping(const shared_ptr[CPeer] &peer) except +
+        adt_status_t register_cache(const shared_ptr[CNode] &node, const adt_memory_t &memory, shared_ptr[CLocalCache] &out, string &error) except +
+        string export_key(const shared_ptr[CLocalCache] &cache, unsigned transport) except +
+        void close_cache(const shared_ptr[CNode] &node, const shared_ptr[CLocalCache] &cache) except +
+        adt_status_t import_cache(const shared_ptr[CPeer] &peer, uint64_t cache_id, const adt_geometry_t &geometry, unsigned transport, const adt_key_t &key, shared_ptr[CRemoteCache] &out, string &error) except +
+        void release_cache(const shared_ptr[CRemoteCache] &cache) except +
+        CSubmitResult submit(const CTransferRequest &request) except +
+        void cancel(uint64_t op_id) except +
+        cbool progress(uint64_t op_id, uint64_t *done, uint64_t *total)
+
+    const unsigned kLiveCount
+    const char *const kLiveNames[]
+    int64_t live_count(unsigned kind)
+    const cbool kDebugBuild
+    cbool in_forked_child()
+    void let_go_ring "adt::let_go"(shared_ptr[CRing] &p)
+    void let_go_engine "adt::let_go"(shared_ptr[CEngine] &p)
+    void let_go_node "adt::let_go"(shared_ptr[CNode] &p)
+    void let_go_peer "adt::let_go"(shared_ptr[CPeer] &p)
+    void let_go_local "adt::let_go"(shared_ptr[CLocalCache] &p)
+    void let_go_remote "adt::let_go"(shared_ptr[CRemoteCache] &p)
+
+cdef extern from "copy.hpp" namespace "adt" nogil:
+    const char *stream_copy_name()
+
+cdef extern from "region.hpp" namespace "adt" nogil:
+    cdef cppclass CRegion "adt::Region":
+        CRegion(size_t bytes) except +
+        uint64_t id()
+        int fd()
+        char *base()
+        size_t bytes()
+        cbool populate(size_t at, size_t step)
+    cdef cppclass CSecret "adt::Secret":
+        CSecret() except +
+        unsigned char value[32]
+    int c_probe_process_vm "adt::probe_process_vm"(int pid, uint64_t address, const void *expected, size_t bytes)
+    int c_allow_ptracer "adt::allow_ptracer"(long pid)
+
+
+cdef class Engine:
+    cdef shared_ptr[CEngine] engine
+    cdef bint counted
+    cdef CEngine *get(self) except NULL
+
+cdef class Ring:
+    cdef shared_ptr[CRing] ring
+    cdef vector[CEvent] events
+    cdef size_t at
+    cdef readonly Engine engine
+    cdef dict nodes
+    cdef public object call_soon
+    cdef public uint64_t inline_budget_ns
+    cdef uint64_t inline_spent_ns
+    cdef bint turn_scheduled
+    cdef list deferred
+    cdef vector[int64_t] local_blocks
+    cdef vector[int64_t] remote_blocks
+    cdef complete(self, const CEvent &event)
+    cdef bint spend(self, uint64_t ns) except -1
+
+cdef class Node:
+    cdef shared_ptr[CNode] node
+    cdef readonly Engine engine
+    cdef readonly Ring ring
+
+cdef class Peer:
+    cdef shared_ptr[CPeer] peer
+    cdef readonly Node node
+    cdef imported(self, shared_ptr[CRemoteCache] cache, str name, list reasons)
+
+cdef class LocalCache:
+    cdef shared_ptr[CLocalCache] cache
+    cdef readonly Node node
+    cdef readonly Region region
+
+cdef class RemoteCache:
+    cdef shared_ptr[CRemoteCache] cache
+    cdef readonly Peer peer
+    cdef readonly str transport
+    cdef readonly str path
+    cdef readonly str reasons
+
+cdef class Region:
+    cdef CRegion *region
+    cdef Py_ssize_t shape[1]
+    cdef Py_ssize_t strides[1]
+
+cdef class Secret:
+    cdef CSecret *secret
+
+cdef class Pair:
+    cdef CTransferRequest request
+    cdef readonly LocalCache local
+    cdef readonly RemoteCache remote
+    cdef readonly object pin
+    cdef readonly uint32_t local_tensors
+    cdef Ring ring
+    cdef CEngine *engine
+    cdef uint64_t cost_base_ns
+    cdef uint64_t cost_per_kib_ns
+    cdef refusal(self, const CSubmitResult &result, int opcode)

@@ -1,0 +1,736 @@
+# SPDX-License-Identifier: Apache-2.0
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, freethreading_compatible=False
+"""The seam between Python and the native engine: converts, pins and completes. It decides nothing.
+
+Everything here is called in a DataDist's loop thread and keeps the GIL: the calls take microseconds, and beside a busy
+model thread letting the GIL go can cost seconds to get it back. The exceptions say so (`Engine.release`,
+`Node.wait_quiet`, `Region.populate`).
+"""
+from cpython.buffer cimport (
+    Py_buffer,
+    PyBuffer_FillInfo,
+    PyBuffer_Release,
+    PyObject_CheckBuffer,
+    PyObject_GetBuffer,
+    PyBUF_FORMAT,
+    PyBUF_ND,
+    PyBUF_STRIDES,
+)
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.long cimport PyLong_AsLongLong, PyLong_CheckExact
+from cpython.number cimport PyNumber_Index
+from cpython.ref cimport Py_DECREF, Py_INCREF
+cimport cython
+from cython.operator cimport dereference as deref
+from libcpp.utility cimport move
+
+import weakref
+
+from .errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BlockIndexError,
+    CacheNotFound,
+    ClosedError,
+    OutOfMemoryError,
+    TransportUnavailable,
+    error_from_native,
+)
+
+EVENT_PEER_LOST = <int>CEventKind.peer_lost
+EVENT_PEER_QUIET = <int>CEventKind.peer_quiet
+EVENT_FENCED = <int>CEventKind.fenced
+EVENT_CACHE_QUIET = <int>CEventKind.cache_quiet
+EVENT_TRANSFER_ENDED = <int>CEventKind.transfer_ended
+EVENT_PONG = <int>CEventKind.pong
+READ = <int>ADT_READ
+WRITE = <int>ADT_WRITE
+
+debug = bool(kDebugBuild)
+
+# Completions handled in one callback: some 2 us each, so that a flood never holds the loop for long.
+cdef enum:
+    EVENTS_A_CALL = 256
+
+
+def live_objects():
+    """Count the native objects that exist, by kind. All zero in a release build, which does not count."""
+    return {kLiveNames[i].decode(): live_count(i) for i in range(kLiveCount)}
+
+
+def forked():
+    """Say whether this process is a child forked after the library started; its objects are inert."""
+    return bool(in_forked_child())
+
+
+def transport_names():
+    """Names of the built-in transports."""
+    return [kTransports[i].name.decode() for i in range(kTransportCount)]
+
+
+def probe_transports():
+    """Ask each transport whether it is usable here: a list of (name, usable, what was found or why not)."""
+    cdef adt_probe_t probe
+    rows = []
+    for i in range(kTransportCount):
+        kTransports[i].probe(&probe)
+        rows.append((kTransports[i].name.decode(), probe.usable != 0, (<bytes>probe.reason).decode()))
+    return rows
+
+
+def copy_kernel():
+    """Name of the copy kernel chosen for this CPU."""
+    return stream_copy_name().decode()
+
+
+def probe_process_vm(int pid, uint64_t address, bytes expected):
+    """Read a peer's secret by process_vm_readv: 0 if it is `expected`, else an errno (EBADMSG: it differs)."""
+    return c_probe_process_vm(pid, address, <const char *>expected, len(expected))
+
+
+def readable(int pid, uint64_t address, size_t nbytes):
+    """Try to read at most 32 bytes of a process by process_vm_readv; 0 or an errno."""
+    return c_probe_process_vm(pid, address, NULL, nbytes)
+
+
+def set_ptracer(long pid):
+    """Let one process (-1: any of this user) use process_vm on this one under Yama; 0 or an errno."""
+    return c_allow_ptracer(pid)
+
+
+cdef unsigned transport_index(str name) except? 0xFFFFFFFF:
+    for i in range(kTransportCount):
+        if kTransports[i].name.decode() == name:
+            return i
+    raise ArgumentError(f"transport {name!r} is not one of {transport_names()}")
+
+
+@cython.final
+cdef class Secret:
+    """32 random bytes at a fixed address, which a peer reads to prove that process_vm works."""
+
+    def __cinit__(self):
+        self.secret = new CSecret()
+
+    def __dealloc__(self):
+        del self.secret
+
+    @property
+    def address(self):
+        return <uint64_t><size_t>&self.secret.value[0]
+
+    @property
+    def value(self):
+        return PyBytes_FromStringAndSize(<char *>&self.secret.value[0], 32)
+
+
+@cython.final
+cdef class Region:
+    """Library memory in a memfd. Exports its bytes as a writable buffer; an array over it keeps it alive."""
+
+    def __cinit__(self, size_t nbytes):
+        if nbytes == 0:
+            raise ArgumentError("a region of 0 bytes")
+        try:
+            self.region = new CRegion(nbytes)
+        except (MemoryError, RuntimeError, OSError) as e:
+            raise OutOfMemoryError(f"cannot make {nbytes} bytes of library memory: {e}",
+                                   hint="check memory limits and the number of open files") from e
+        self.shape[0] = <Py_ssize_t>nbytes
+        self.strides[0] = 1
+
+    def __dealloc__(self):
+        del self.region
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        PyBuffer_FillInfo(buffer, self, self.region.base(), <Py_ssize_t>self.region.bytes(), 0, flags)
+
+    @property
+    def id(self):
+        return self.region.id()
+
+    @property
+    def fd(self):
+        return self.region.fd()
+
+    @property
+    def address(self):
+        return <uint64_t><size_t>self.region.base()
+
+    @property
+    def size(self):
+        return self.region.bytes()
+
+    def populate(self, size_t limit):
+        """Make the first `limit` bytes resident, in steps, without the GIL. For a worker thread."""
+        cdef size_t at = 0
+        cdef size_t end = min(limit, self.region.bytes())
+        cdef size_t step
+        with nogil:
+            while at < end:
+                step = min(<size_t>(8 << 20), end - at)
+                if not self.region.populate(at, step):
+                    break
+                at += step
+
+
+@cython.final
+cdef class Engine:
+    """Native threads and their state: one a process, counted; or one in step mode, with a clock of its own."""
+
+    @staticmethod
+    def acquire(unsigned copy_threads, unsigned io_threads):
+        """Open or share the engine of this process. Threads are those of the first opener."""
+        cdef Engine self = Engine.__new__(Engine)
+        cdef CEngineOptions options
+        if in_forked_child():
+            raise ClosedError("this process was forked after aiodatadist started",
+                              hint="start workers with the spawn method, or fork before opening a DataDist")
+        options.copy_threads = copy_threads
+        options.io_threads = io_threads
+        options.stepped = False
+        self.engine = CEngine.acquire(options)
+        self.counted = True
+        return self
+
+    @staticmethod
+    def stepped():
+        """Open an engine without threads, whose clock moves only in `step`."""
+        cdef Engine self = Engine.__new__(Engine)
+        cdef CEngineOptions options
+        options.copy_threads = 0
+        options.io_threads = 0
+        options.stepped = True
+        self.engine = shared_ptr[CEngine](new CEngine(options))
+        return self
+
+    def __dealloc__(self):
+        let_go_engine(self.engine)
+
+    def release(self):
+        """Give the engine back. The last user waits, without the GIL, until its threads have ended."""
+        if self.engine.get() == NULL or in_forked_child():
+            return
+        if self.counted:
+            with nogil:
+                CEngine.release(self.engine)
+        else:
+            self.engine.reset()
+
+    cdef CEngine *get(self) except NULL:
+        if self.engine.get() == NULL:
+            raise ClosedError("the engine was released")
+        return self.engine.get()
+
+    def step(self, uint64_t advance_ns=0):
+        """Move the clock, then do all work that is possible without waiting. Step mode only."""
+        cdef CEngine *engine = self.get()
+        with nogil:
+            engine.step(advance_ns)
+
+    def now_ns(self):
+        """Time of the engine's clock."""
+        return self.get().clock().now_ns()
+
+
+@cython.final
+cdef class Ring:
+    """Completions of one loop: `fd` turns readable, and `drain` hands over what waits.
+
+    Parameters
+    ----------
+    engine : Engine
+    call_soon : callable, optional
+        The loop's; runs `new_turn`, which renews the inline budget once a turn.
+    inline_budget : float
+        Seconds of inline work that may finish in one turn of the loop.
+    """
+
+    def __cinit__(self, Engine engine, call_soon=None, double inline_budget=200e-6):
+        self.engine = engine
+        self.ring = shared_ptr[CRing](new CRing())
+        self.nodes = {}
+        self.deferred = []
+        self.call_soon = call_soon
+        self.inline_budget_ns = <uint64_t>(inline_budget * 1e9)
+
+    def __dealloc__(self):
+        let_go_ring(self.ring)
+
+    @property
+    def fd(self):
+        return self.ring.get().fd()
+
+    def drain(self):
+        """Complete transfers and deliver events, at most a few hundred a call. Returns how many.
+
+        A handler's exception does not stop the others; the first is raised at the end.
+        """
+        cdef size_t done = 0
+        cdef CEvent event
+        if in_forked_child():
+            return 0
+        if self.at >= self.events.size():
+            self.at = 0
+            self.ring.get().take(self.events)
+        failure = None
+        while self.at < self.events.size() and done < EVENTS_A_CALL:
+            event = self.events[self.at]
+            self.at += 1
+            done += 1
+            try:
+                if event.kind == CEventKind.transfer_done:
+                    self.complete(event)
+                else:
+                    node = self.nodes.get(event.node)
+                    handler = node() if node is not None else None
+                    if handler is not None:
+                        handler(<int>event.kind, event.peer, event.token, event.status, event.cache, event.bytes,
+                                <int>event.opcode)
+            except BaseException as e:
+                failure = failure or e
+        if self.at < self.events.size():
+            self.ring.get().wake()
+        if failure is not None:
+            raise failure
+        return done
+
+    def close(self):
+        """Let go of what waits without telling anybody: its loop is gone."""
+        cdef vector[CEvent] rest
+        if in_forked_child():
+            return
+        for i in range(self.at, self.events.size()):
+            rest.push_back(self.events[i])
+        self.at = 0
+        self.ring.get().take(self.events)
+        for event in self.events:
+            rest.push_back(event)
+        self.events.clear()
+        for event in rest:
+            if event.cookie != NULL:
+                Py_DECREF(<object>event.cookie)
+        self.deferred = []
+        self.call_soon = None
+
+    cdef complete(self, const CEvent &event):
+        if event.cookie == NULL:
+            return
+        transfer = <object>event.cookie
+        Py_DECREF(transfer)
+        transfer._native_done(event.status, event.bytes)
+
+    def new_turn(self):
+        """Renew the inline budget and finish what the last turn deferred."""
+        self.turn_scheduled = False
+        self.inline_spent_ns = 0
+        if self.deferred:
+            finished, self.deferred = self.deferred, []
+            for transfer, nbytes in finished:
+                transfer._native_done(ADT_OK, nbytes)
+
+    cdef bint spend(self, uint64_t ns) except -1:
+        """Account for inline work; True if it still fits this turn."""
+        self.inline_spent_ns += ns
+        if not self.turn_scheduled and self.call_soon is not None:
+            self.turn_scheduled = True
+            self.call_soon(self.new_turn)
+        return self.inline_spent_ns <= self.inline_budget_ns or self.call_soon is None
+
+
+@cython.final
+cdef class Node:
+    """Native side of one DataDist.
+
+    `on_event(kind, peer_id, token, status, cache_id, nbytes, opcode)` is called from `Ring.drain`; a bound method is
+    held weakly.
+    """
+
+    def __cinit__(self, Engine engine, Ring ring, uint64_t cluster_id, on_event, *, double drain_timeout,
+                  double heartbeat_limit, uint64_t inline_bytes, uint64_t populate_limit):
+        self.engine = engine
+        self.ring = ring
+        self.node = engine.get().open_node(cluster_id, ring.ring, <uint64_t>(drain_timeout * 1e9),
+                                           <uint64_t>(heartbeat_limit * 1e9), inline_bytes, populate_limit)
+        handler = weakref.WeakMethod(on_event) if hasattr(on_event, "__self__") else (lambda: on_event)
+        ring.nodes[self.node.get().id] = handler
+
+    def __dealloc__(self):
+        let_go_node(self.node)
+
+    def connect(self, int engine_fd, data_fds, *, int pid, int pidfd, bint process_vm, transports):
+        """Start the native side of a link. Takes over every descriptor, whatever comes of it."""
+        cdef CConnectRequest request
+        cdef shared_ptr[CPeer] peer
+        cdef string error
+        request.wire = engine_fd
+        for fd in data_fds:
+            request.data.push_back(fd)
+        request.pidfd = pidfd
+        request.pid = pid if "shm" in transports else 0
+        request.process_vm = process_vm
+        for name in transports:
+            request.use[transport_index(name)] = True
+        cdef adt_status_t status = self.engine.get().connect(self.node, request, peer, error)
+        if status != ADT_OK:
+            raise error_from_native(status, detail=error.decode())
+        cdef Peer result = Peer.__new__(Peer)
+        result.node = self
+        result.peer = move(peer)
+        return result
+
+    def register_cache(self, uint64_t cache_id, addresses, uint64_t num_blocks, uint64_t block_bytes,
+                       uint64_t block_stride, bint readable, bint writable, Region region=None):
+        """Make a cache known natively; the caller keeps its memory alive until EVENT_CACHE_QUIET."""
+        cdef vector[void *] tensors
+        cdef adt_memory_t memory
+        cdef shared_ptr[CLocalCache] cache
+        cdef string error
+        for address in addresses:
+            tensors.push_back(<void *><size_t><uint64_t>address)
+        memory.cache_id = cache_id
+        memory.geometry.num_tensors = <uint32_t>tensors.size()
+        memory.geometry.num_blocks = num_blocks
+        memory.geometry.block_bytes = block_bytes
+        memory.geometry.block_stride = block_stride
+        memory.tensors = tensors.data()
+        memory.access = (ADT_REMOTE_READ if readable else 0) | (ADT_REMOTE_WRITE if writable else 0)
+        memory.region_id = 0
+        memory.region_base = NULL
+        memory.region_bytes = 0
+        if region is not None:
+            memory.region_id = region.region.id()
+            memory.region_base = region.region.base()
+            memory.region_bytes = region.region.bytes()
+        cdef adt_status_t status = self.engine.get().register_cache(self.node, memory, cache, error)
+        if status != ADT_OK:
+            raise error_from_native(status, detail=error.decode() or f"cache {cache_id}")
+        cdef LocalCache result = LocalCache.__new__(LocalCache)
+        result.node = self
+        result.region = region
+        result.cache = move(cache)
+        return result
+
+    def abort(self):
+        """End every link and operation now; quiet follows by itself."""
+        self.engine.get().abort_node(self.node)
+
+    def quiet(self):
+        """Whether no peer can touch local memory and no operation is unfinished."""
+        return self.engine.get().node_quiet(self.node)
+
+    def wait_quiet(self, double timeout):
+        """Block, without the GIL, until quiet; for the end of the process only. False: `timeout` seconds passed."""
+        cdef CEngine *engine = self.engine.get()
+        cdef uint64_t ns = <uint64_t>(timeout * 1e9)
+        cdef bint quiet
+        with nogil:
+            quiet = engine.wait_node_quiet(self.node, ns)
+        return quiet
+
+    def close(self):
+        """Forget the node: its events are dropped from now on."""
+        self.engine.get().close_node(self.node)
+        self.ring.nodes.pop(self.node.get().id, None)
+
+    def pending(self):
+        """Every unfinished operation: (id, peer id, cache id, opcode, stop status, age s, bytes done, total, path)."""
+        cdef vector[CPendingRow] rows = self.engine.get().pending(self.node)
+        result = []
+        for row in rows:
+            result.append((row.op, row.peer, row.cache, <int>row.opcode, row.stop, row.age_ns * 1e-9, row.bytes_done,
+                           row.bytes_total, row.path.decode()))
+        return result
+
+
+@cython.final
+cdef class LocalCache:
+    """A registered cache."""
+
+    def __dealloc__(self):
+        let_go_local(self.cache)
+
+    @property
+    def id(self):
+        return self.cache.get().id
+
+    def export_keys(self):
+        """What peers need to reach it: a list of (transport, key, descriptor to pass or -1)."""
+        keys = []
+        for i in range(kTransportCount):
+            name = kTransports[i].name.decode()
+            fd = self.region.fd if self.region is not None and name == "shm" else -1
+            keys.append((name, <bytes>self.node.engine.get().export_key(self.cache, i), fd))
+        return keys
+
+    def close(self):
+        """Refuse new use; EVENT_CACHE_QUIET follows when nothing can touch it any more."""
+        self.node.engine.get().close_cache(self.node.node, self.cache)
+
+
+@cython.final
+cdef class Peer:
+    """Native side of one link, for one epoch."""
+
+    def __dealloc__(self):
+        let_go_peer(self.peer)
+
+    @property
+    def id(self):
+        return self.peer.get().id
+
+    def import_cache(self, uint64_t cache_id, geometry, keys):
+        """Reach a peer's cache by the first transport of `keys` that can.
+
+        `geometry` is (num_tensors, num_blocks, block_bytes, block_stride); `keys` holds (transport, key, descriptor),
+        whose descriptors are borrowed.
+        """
+        cdef adt_geometry_t g
+        cdef adt_key_t key
+        cdef shared_ptr[CRemoteCache] cache
+        cdef string error
+        cdef adt_status_t status
+        g.num_tensors, g.num_blocks, g.block_bytes, g.block_stride = geometry
+        reasons = []
+        for name, data, fd in keys:
+            key.data = <const char *><bytes>data
+            key.size = len(data)
+            key.fd = fd
+            status = self.node.engine.get().import_cache(self.peer, cache_id, g, transport_index(name), key, cache, error)
+            if status == ADT_OK:
+                return self.imported(move(cache), name, reasons)
+            if status == -2:
+                raise CacheNotFound(f"cache {cache_id} was closed by its owner")
+            if status == -8:
+                raise error_from_native(status)
+            reasons.append(f"{name}: {error.decode(errors='replace')}")
+        raise TransportUnavailable(f"no transport reaches cache {cache_id} ({'; '.join(reasons) or 'no keys'})",
+                                   reason="; ".join(reasons) or "the peer sent no usable key")
+
+    cdef imported(self, shared_ptr[CRemoteCache] cache, str name, list reasons):
+        cdef RemoteCache result = RemoteCache.__new__(RemoteCache)
+        result.peer = self
+        result.transport = name
+        result.path = cache.get().path.name.decode()
+        result.reasons = "; ".join(reasons)
+        result.cache = move(cache)
+        return result
+
+    def fence(self):
+        """Ask the peer's engine to finish what it does to local memory; EVENT_FENCED with the token follows."""
+        return self.node.engine.get().fence(self.peer)
+
+    def ping(self):
+        """Ask the peer's engine for EVENT_PONG with the token."""
+        return self.node.engine.get().ping(self.peer)
+
+    def disconnect(self, int status):
+        """End the link: operations end with `status`, and EVENT_PEER_QUIET follows."""
+        self.node.engine.get().disconnect(self.peer, status)
+
+
+@cython.final
+cdef class RemoteCache:
+    """A peer's cache, reachable from here."""
+
+    def __dealloc__(self):
+        if self.cache.get() != NULL and self.peer.node.engine.engine.get() != NULL:
+            self.peer.node.engine.engine.get().release_cache(self.cache)
+        let_go_remote(self.cache)
+
+    @property
+    def id(self):
+        return self.cache.get().id
+
+    def release(self):
+        """Give it back; a mapping goes with the last operation that uses it."""
+        self.peer.node.engine.get().release_cache(self.cache)
+
+
+cdef bint read_blocks(object blocks, vector[int64_t] &out, str name) except -1:
+    """Convert a block list: any integer sequence, or a one-dimensional buffer of integers."""
+    cdef Py_ssize_t n
+    cdef Py_ssize_t i
+    out.clear()
+    if isinstance(blocks, (list, tuple)):
+        n = len(blocks)
+        out.resize(n)
+        for i in range(n):
+            item = blocks[i]
+            if not PyLong_CheckExact(item):
+                item = as_index(item, name, i)
+            try:
+                out[i] = PyLong_AsLongLong(item)
+            except OverflowError:
+                raise BlockIndexError(f"{name}[{i}]={item} does not fit 64 bits", hint="give block indices") from None
+        return True
+    if PyObject_CheckBuffer(blocks):
+        return read_block_buffer(blocks, out, name)
+    if isinstance(blocks, (str, dict, set, frozenset)) or not hasattr(blocks, "__iter__"):
+        raise ArgumentTypeError(f"{name} must be a sequence or array of integers, got {type(blocks).__name__}")
+    return read_blocks(list(blocks), out, name)
+
+
+cdef object as_index(object item, str name, Py_ssize_t i):
+    if isinstance(item, bool):
+        raise ArgumentTypeError(f"{name}[{i}]={item} is a bool", hint="give block indices, not a mask")
+    try:
+        return PyNumber_Index(item)
+    except TypeError:
+        raise ArgumentTypeError(f"{name}[{i}]={item!r:.80} of type {type(item).__name__} is not an integer") from None
+
+
+cdef bint read_block_buffer(object blocks, vector[int64_t] &out, str name) except -1:
+    cdef Py_buffer view
+    cdef Py_ssize_t n
+    cdef Py_ssize_t i
+    cdef Py_ssize_t step
+    cdef char *at
+    try:
+        PyObject_GetBuffer(blocks, &view, PyBUF_FORMAT | PyBUF_ND | PyBUF_STRIDES)
+    except BufferError as e:
+        raise ArgumentTypeError(f"{name}: {e}") from e
+    try:
+        form = (<bytes>view.format).decode().lstrip("@=<") if view.format != NULL else "B"
+        if view.ndim != 1 or len(form) != 1 or form not in "bhilqnBHILQN":
+            raise ArgumentTypeError(
+                f"{name} must be a one-dimensional array of integers, got {view.ndim} dimensions of format {form!r}",
+                hint="use an integer dtype such as numpy.int64")
+        n = view.shape[0]
+        step = view.strides[0]
+        at = <char *>view.buf
+        out.resize(n)
+        signed = form.islower()
+        if view.itemsize == 8:
+            for i in range(n):
+                out[i] = (<int64_t *>(at + i * step))[0]
+            # Above 2**63 an unsigned index shows as negative here and is refused as out of range.
+        elif view.itemsize == 4:
+            if signed:
+                for i in range(n):
+                    out[i] = (<int32_t *>(at + i * step))[0]
+            else:
+                for i in range(n):
+                    out[i] = (<uint32_t *>(at + i * step))[0]
+        else:
+            array = memoryview(blocks)
+            for i in range(n):
+                out[i] = array[i]
+    finally:
+        PyBuffer_Release(&view)
+    return True
+
+
+@cython.final
+cdef class Pair:
+    """One local cache and one cache of a peer whose geometries were compared: the hot path of a transfer.
+
+    Parameters
+    ----------
+    pin : object
+        Kept alive by every transfer of the pair until the native side is done with its memory.
+    """
+
+    def __cinit__(self, LocalCache local, RemoteCache remote, pin):
+        self.local = local
+        self.remote = remote
+        self.pin = pin
+        self.ring = local.node.ring
+        self.engine = local.node.engine.get()
+        self.request.local = local.cache
+        self.request.remote = remote.cache
+        self.local_tensors = local.cache.get().geometry.num_tensors
+        # Estimates for the inline budget; reading a clock twice would cost as much as a small copy.
+        self.cost_base_ns, self.cost_per_kib_ns = (2500, 200) if remote.path == "shm-process_vm" else (700, 100)
+
+    def __dealloc__(self):
+        let_go_local(self.request.local)
+        let_go_remote(self.request.remote)
+
+    def submit(self, transfer, int opcode, local_blocks, remote_blocks, uint32_t local_tensor, uint32_t remote_tensor,
+               uint32_t num_tensors, double timeout, bint allow_inline=True):
+        """Start a transfer and drive `transfer`, which holds the pins until its end.
+
+        `transfer` is told by `_native_started(engine, operation, nbytes)` if it is pending, and by
+        `_native_done(status, nbytes)` once it is quiet. `timeout` 0 means none. What is wrong with the call raises.
+        """
+        cdef CTransferRequest *request = &self.request
+        cdef CSubmitResult result
+        cdef Ring ring = self.ring
+        if in_forked_child():
+            raise error_from_native(-10, detail="this process is a forked child")
+        read_blocks(local_blocks, ring.local_blocks, "src_blocks" if opcode == ADT_WRITE else "dst_blocks")
+        read_blocks(remote_blocks, ring.remote_blocks, "dst_blocks" if opcode == ADT_WRITE else "src_blocks")
+        if ring.local_blocks.size() != ring.remote_blocks.size():
+            counts = (ring.local_blocks.size(), ring.remote_blocks.size())
+            src, dst = counts if opcode == ADT_WRITE else counts[::-1]
+            raise BlockIndexError(f"src_blocks has {src} entries and dst_blocks has {dst}",
+                                  hint="give one destination for each source")
+        request.opcode = <adt_opcode_t>opcode
+        request.local_blocks = ring.local_blocks.data()
+        request.remote_blocks = ring.remote_blocks.data()
+        request.count = ring.local_blocks.size()
+        request.local_tensor = local_tensor
+        request.remote_tensor = remote_tensor
+        request.num_tensors = num_tensors
+        request.timeout_ns = <uint64_t>(timeout * 1e9)
+        request.allow_inline = allow_inline
+        request.cookie = <void *>transfer
+        # The operation owns a reference until its completion is drained. Taken first: it may end before submit returns.
+        Py_INCREF(transfer)
+        try:
+            result = self.engine.submit(deref(request))
+        except BaseException:
+            Py_DECREF(transfer)
+            raise
+        if result.status == ADT_PENDING:
+            transfer._native_started(self, result.op, result.bytes)
+            return
+        Py_DECREF(transfer)
+        if result.status == ADT_OK:
+            if ring.spend(self.cost_base_ns + (result.bytes >> 10) * self.cost_per_kib_ns):
+                transfer._native_done(ADT_OK, result.bytes)
+            else:
+                transfer._native_started(self, 0, result.bytes)
+                ring.deferred.append((transfer, result.bytes))
+            return
+        if result.executed:
+            transfer._native_started(self, 0, result.bytes)
+            transfer._native_done(result.status, 0)
+            return
+        raise self.refusal(result, opcode)
+
+    cdef refusal(self, const CSubmitResult &result, int opcode):
+        local_name, remote_name = ("src_blocks", "dst_blocks") if opcode == ADT_WRITE else ("dst_blocks", "src_blocks")
+        at, value = result.fault.position, result.fault.value
+        if result.fault.kind == 1:
+            return BlockIndexError(f"{local_name}[{at}]={value} is outside the local cache's 0..{self.local_blocks - 1}",
+                                   hint="give indices below the cache's number of blocks")
+        if result.fault.kind == 2:
+            return BlockIndexError(f"{remote_name}[{at}]={value} is outside the peer's cache, 0..{self.remote_blocks - 1}",
+                                   hint="give indices below the peer's number of blocks")
+        if result.fault.kind == 3:
+            return BlockIndexError(f"dst_blocks[{at}]={value} is named twice", hint="each destination may appear once")
+        return error_from_native(result.status, transport=self.remote.transport)
+
+    @property
+    def local_blocks(self):
+        """Blocks in a tensor of the local cache."""
+        return self.request.local.get().geometry.num_blocks
+
+    @property
+    def remote_blocks(self):
+        """Blocks in a tensor of the peer's cache."""
+        return self.request.remote.get().geometry.num_blocks
+
+    def cancel(self, uint64_t op):
+        """Ask the engine to end an operation; its completion follows. Nothing happens if it has ended."""
+        self.engine.cancel(op)
+
+    def progress(self, uint64_t op):
+        """Bytes done of a running operation, or None once it has retired."""
+        cdef uint64_t done = 0
+        cdef uint64_t total = 0
+        if self.engine.progress(op, &done, &total):
+            return done
+        return None

@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "copy.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <utility>
+
+#include "threads.hpp"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace adt {
+namespace {
+
+void copy_plain(char *dst, const char *src, size_t bytes) { std::memcpy(dst, src, bytes); }
+
+#if defined(__x86_64__)
+
+// Below this a streaming copy's alignment head and tail cost more than the saved line reads.
+constexpr size_t kStreamFrom = 512;
+
+size_t align_head(char *&dst, const char *&src, size_t &bytes, size_t alignment) {
+    const size_t head = (alignment - (reinterpret_cast<uintptr_t>(dst) & (alignment - 1))) & (alignment - 1);
+    std::memcpy(dst, src, head);
+    dst += head;
+    src += head;
+    bytes -= head;
+    return head;
+}
+
+__attribute__((target("avx512f"))) void stream_avx512(char *dst, const char *src, size_t bytes) {
+    if (bytes < kStreamFrom) return copy_plain(dst, src, bytes);
+    align_head(dst, src, bytes, 64);
+    for (; bytes >= 256; bytes -= 256, dst += 256, src += 256) {
+        const __m512i a = _mm512_loadu_si512(src);
+        const __m512i b = _mm512_loadu_si512(src + 64);
+        const __m512i c = _mm512_loadu_si512(src + 128);
+        const __m512i d = _mm512_loadu_si512(src + 192);
+        _mm512_stream_si512(reinterpret_cast<__m512i *>(dst), a);
+        _mm512_stream_si512(reinterpret_cast<__m512i *>(dst + 64), b);
+        _mm512_stream_si512(reinterpret_cast<__m512i *>(dst + 128), c);
+        _mm512_stream_si512(reinterpret_cast<__m512i *>(dst + 192), d);
+    }
+    std::memcpy(dst, src, bytes);
+}
+
+__attribute__((target("avx2"))) void stream_avx2(char *dst, const char *src, size_t bytes) {
+    if (bytes < kStreamFrom) return copy_plain(dst, src, bytes);
+    align_head(dst, src, bytes, 32);
+    for (; bytes >= 128; bytes -= 128, dst += 128, src += 128) {
+        const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(src));
+        const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(src + 32));
+        const __m256i c = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(src + 64));
+        const __m256i d = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(src + 96));
+        _mm256_stream_si256(reinterpret_cast<__m256i *>(dst), a);
+        _mm256_stream_si256(reinterpret_cast<__m256i *>(dst + 32), b);
+        _mm256_stream_si256(reinterpret_cast<__m256i *>(dst + 64), c);
+        _mm256_stream_si256(reinterpret_cast<__m256i *>(dst + 96), d);
+    }
+    std::memcpy(dst, src, bytes);
+}
+
+void stream_sse2(char *dst, const char *src, size_t bytes) {
+    if (bytes < kStreamFrom) return copy_plain(dst, src, bytes);
+    align_head(dst, src, bytes, 16);
+    for (; bytes >= 64; bytes -= 64, dst += 64, src += 64) {
+        const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i *>(src));
+        const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i *>(src + 16));
+        const __m128i c = _mm_loadu_si128(reinterpret_cast<const __m128i *>(src + 32));
+        const __m128i d = _mm_loadu_si128(reinterpret_cast<const __m128i *>(src + 48));
+        _mm_stream_si128(reinterpret_cast<__m128i *>(dst), a);
+        _mm_stream_si128(reinterpret_cast<__m128i *>(dst + 16), b);
+        _mm_stream_si128(reinterpret_cast<__m128i *>(dst + 32), c);
+        _mm_stream_si128(reinterpret_cast<__m128i *>(dst + 48), d);
+    }
+    std::memcpy(dst, src, bytes);
+}
+
+#endif
+
+struct Kernel {
+    CopyKernel copy;
+    const char *name;
+};
+
+Kernel choose_kernel() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f")) return {stream_avx512, "avx512-stream"};
+    if (__builtin_cpu_supports("avx2")) return {stream_avx2, "avx2-stream"};
+    return {stream_sse2, "sse2-stream"};
+#else
+    return {copy_plain, "memcpy"};
+#endif
+}
+
+const Kernel &kernel() {
+    static const Kernel chosen = choose_kernel();
+    return chosen;
+}
+
+}  // namespace
+
+CopyKernel stream_copy() { return kernel().copy; }
+const char *stream_copy_name() { return kernel().name; }
+
+void store_fence() {
+#if defined(__x86_64__)
+    _mm_sfence();
+#else
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // dmb ish on Arm
+#endif
+}
+
+CopyPool::CopyPool(unsigned threads, Run run) : run_(std::move(run)) {
+    threads_.reserve(threads);
+    for (unsigned i = 0; i < threads; ++i) threads_.push_back(start_thread("adt-copy", [this] { work(); }));
+}
+
+CopyPool::~CopyPool() {
+    {
+        const std::lock_guard<std::mutex> lock(mu_);
+        stopping_ = true;
+        background_.clear();
+    }
+    wake_.notify_all();
+    for (std::thread &thread : threads_) thread.join();
+}
+
+void CopyPool::submit(adt_batch_t *const *batches, size_t count) {
+    {
+        const std::lock_guard<std::mutex> lock(mu_);
+        queue_.insert(queue_.end(), batches, batches + count);
+    }
+    if (count == 1) {
+        wake_.notify_one();
+    } else {
+        wake_.notify_all();
+    }
+}
+
+void CopyPool::submit_background(std::function<bool()> step) {
+    if (threads_.empty()) return;  // step mode: populating is only a matter of speed
+    {
+        const std::lock_guard<std::mutex> lock(mu_);
+        background_.push_back(std::move(step));
+    }
+    wake_.notify_one();
+}
+
+bool CopyPool::run_one() {
+    adt_batch_t *batch = nullptr;
+    {
+        const std::lock_guard<std::mutex> lock(mu_);
+        if (queue_.empty()) return false;
+        batch = queue_.front();
+        queue_.pop_front();
+    }
+    run_(batch);
+    return true;
+}
+
+void CopyPool::work() {
+    std::unique_lock<std::mutex> lock(mu_);
+    for (;;) {
+        wake_.wait(lock, [this] { return stopping_ || !queue_.empty() || !background_.empty(); });
+        if (!queue_.empty()) {
+            adt_batch_t *batch = queue_.front();
+            queue_.pop_front();
+            lock.unlock();
+            run_(batch);
+            lock.lock();
+        } else if (stopping_) {
+            return;
+        } else {
+            std::function<bool()> step = std::move(background_.front());
+            background_.pop_front();
+            lock.unlock();
+            const bool more = step();
+            lock.lock();
+            // Dropped when the pool is closing: the mapping that the step holds must not outlive the close.
+            if (more && !stopping_) background_.push_back(std::move(step));
+        }
+    }
+}
+
+}  // namespace adt

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// Copy kernels, and the pool of threads that runs batches of copies.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "aiodatadist/transport.h"
+
+namespace adt {
+
+// Copies with stores that bypass the cache where the CPU has them: the copy threads move more than the caches
+// hold, and a plain store would first read the line it overwrites. Follow with store_fence().
+using CopyKernel = void (*)(char *dst, const char *src, size_t bytes);
+CopyKernel stream_copy();
+const char *stream_copy_name();
+
+// Makes earlier streaming stores visible before anything that says "done" is published.
+void store_fence();
+
+// Touches the next block ahead of its copy. Worth it up to some 16 KiB; beyond, the hardware's prefetcher does it.
+inline void prefetch_block(const char *start, size_t bytes) {
+    constexpr size_t kWorthwhile = 16 * 1024;
+    if (bytes > kWorthwhile) return;
+    for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(start + at, 0, 3);
+}
+
+// Threads that run queued batches in order. Background work (populating mappings) runs only when no batch waits.
+class CopyPool {
+public:
+    using Run = std::function<void(adt_batch_t *)>;
+
+    CopyPool(unsigned threads, Run run);
+    ~CopyPool();  // joins; queued batches are run first, background work is dropped
+    CopyPool(const CopyPool &) = delete;
+    CopyPool &operator=(const CopyPool &) = delete;
+
+    void submit(adt_batch_t *const *batches, size_t count);
+    // `step` does one bounded piece and returns true while more is left.
+    void submit_background(std::function<bool()> step);
+    bool run_one();  // step mode: runs one queued batch in the calling thread
+
+private:
+    void work();
+
+    const Run run_;
+    std::mutex mu_;
+    std::condition_variable wake_;
+    std::deque<adt_batch_t *> queue_;
+    std::deque<std::function<bool()>> background_;
+    bool stopping_ = false;
+    std::vector<std::thread> threads_;
+};
+
+}  // namespace adt

@@ -1,0 +1,668 @@
+// SPDX-License-Identifier: Apache-2.0
+// Operations: submit, cut into batches, rotate, complete, stop, report. Links are in link.cpp.
+#include "engine.hpp"
+
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cassert>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include "threads.hpp"
+
+extern "C" {
+adt_status_t adt_unsupported_execute(adt_transport_h, const adt_batch_t *) { return ADT_ERR_UNSUPPORTED; }
+adt_status_t adt_unsupported_cancel(adt_transport_h, adt_endpoint_h, uint64_t) { return ADT_ERR_UNSUPPORTED; }
+adt_status_t adt_unsupported_revoke(adt_transport_h, adt_endpoint_h, uint64_t) { return ADT_ERR_UNSUPPORTED; }
+int adt_no_event_fd(adt_transport_h) { return -1; }
+adt_status_t adt_always_armed(adt_transport_h) { return ADT_OK; }
+}
+
+namespace adt {
+namespace {
+
+constexpr size_t kSpare = 64;  // batches kept for the next transfer
+
+struct Shared {
+    std::mutex mu;
+    std::shared_ptr<Engine> engine;
+    unsigned users = 0;
+};
+
+// Never destroyed: its engine may be needed until the very end of the process, and a forked child must not join.
+Shared &shared() {
+    static Shared *const instance = new Shared;
+    return *instance;
+}
+
+}  // namespace
+
+uint64_t Clock::now_ns() const {
+    if (manual_) return at_.load(std::memory_order_relaxed);
+    timespec t{};
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return static_cast<uint64_t>(t.tv_sec) * 1'000'000'000u + static_cast<uint64_t>(t.tv_nsec);
+}
+
+Ring::Ring() : fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    if (!fd_) throw std::system_error(errno, std::generic_category(), "eventfd");
+}
+
+void Ring::push(const Event &event) {
+    bool first = false;
+    {
+        const std::lock_guard<std::mutex> lock(mu_);
+        waiting_.push_back(event);
+        first = std::exchange(armed_, false);
+    }
+    if (first) wake();
+}
+
+void Ring::wake() {
+    const uint64_t one = 1;
+    // Cannot fail for want of room: the counter is read before each arming.
+    [[maybe_unused]] const ssize_t n = ::write(fd_.get(), &one, sizeof(one));
+}
+
+void Ring::take(std::vector<Event> &out) {
+    out.clear();
+    uint64_t count = 0;
+    [[maybe_unused]] const ssize_t n = ::read(fd_.get(), &count, sizeof(count));
+    const std::lock_guard<std::mutex> lock(mu_);
+    out.swap(waiting_);
+    armed_ = true;
+}
+
+Engine::Engine(const Options &options) : options_(options), clock_(options.stepped) {
+    install_fork_handler();
+    epoll_ = Fd(epoll_create1(EPOLL_CLOEXEC));
+    kick_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (!epoll_ || !kick_) throw std::system_error(errno, std::generic_category(), "epoll or eventfd");
+    epoll_event interest{};
+    interest.events = EPOLLIN;
+    interest.data.u64 = tag(Ready::kick, 0);
+    epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, kick_.get(), &interest);
+
+    host_ = {this, host_notify, host_now, host_begin_serve, host_end_serve, host_endpoint_lost};
+    const unsigned threads[kTransportCount] = {options.copy_threads, options.io_threads};
+    for (unsigned i = 0; i < kTransportCount; ++i) {
+        Transport &t = transports_[i];
+        t.ops = kTransports[i];
+        assert(t.ops->abi_version == ADT_ABI_VERSION);
+        t.lane.depth = t.ops->queue_depth;
+        const adt_open_params_t params{sizeof(params), options.stepped ? 0 : threads[i], &host_};
+        const adt_status_t status = t.ops->open(&params, &t.handle);
+        if (status != ADT_OK) {
+            for (unsigned k = 0; k < i; ++k) transports_[k].ops->close(transports_[k].handle);
+            throw std::system_error(ENOMEM, std::generic_category(), t.ops->name);
+        }
+        const int fd = t.ops->event_fd(t.handle);
+        if (fd >= 0) {
+            interest.data.u64 = tag(Ready::transport, i);
+            epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &interest);
+        }
+    }
+    if (!options_.stepped) thread_ = start_thread("adt-progress", [this] { run(); });
+}
+
+Engine::~Engine() {
+    {
+        const std::lock_guard<std::mutex> lock(mu_);
+        stopping_ = true;
+    }
+    kick();
+    if (thread_.joinable()) thread_.join();
+    std::vector<std::shared_ptr<Peer>> peers;
+    {
+        Section s(*this);
+        for (auto &[id, peer] : peers_) peers.push_back(peer);
+        for (const std::shared_ptr<Peer> &peer : peers) end_peer(s, *peer, ADT_ERR_CLOSED, false);
+    }
+    for (Transport &t : transports_) t.ops->close(t.handle);  // joins: after this nothing touches caller memory
+    {
+        // Nothing here may go round in circles: operations and links refer to each other.
+        Section s(*this);
+        for (const std::shared_ptr<Peer> &peer : peers) {
+            peer->ops.clear();
+            peer->fences_on_peer.clear();
+            peer->node->peers.clear();
+        }
+        ops_.clear();
+        peers_.clear();
+        nodes_.clear();
+    }
+}
+
+std::shared_ptr<Engine> Engine::acquire(const Options &options) {
+    Shared &s = shared();
+    const std::lock_guard<std::mutex> lock(s.mu);
+    if (!s.engine) s.engine = std::make_shared<Engine>(options);
+    ++s.users;
+    return s.engine;
+}
+
+void Engine::release(std::shared_ptr<Engine> &engine) {
+    std::shared_ptr<Engine> last;
+    Shared &s = shared();
+    {
+        const std::lock_guard<std::mutex> lock(s.mu);
+        engine.reset();
+        if (--s.users > 0) return;
+        {
+            const std::lock_guard<std::mutex> state(s.engine->mu_);
+            // A stopped same-host peer may still wake and write: someone must listen for its goodbye or its exit.
+            if (!s.engine->peers_.empty()) return;
+        }
+        last.swap(s.engine);
+    }
+}
+
+void Engine::step(uint64_t advance_ns) {
+    clock_.advance(advance_ns);
+    for (unsigned i = 0; i < kTransportCount; ++i) poll_transport(i);
+    progress_once(0);
+    for (unsigned i = 0; i < kTransportCount; ++i) poll_transport(i);
+}
+
+// ---------------------------------------------------------------------------------------------- progress thread
+
+void Engine::kick() {
+    const uint64_t one = 1;
+    [[maybe_unused]] const ssize_t n = ::write(kick_.get(), &one, sizeof(one));
+}
+
+void Engine::run() {
+    for (;;) {
+        const int timeout = wait_ms();
+        {
+            const std::lock_guard<std::mutex> lock(mu_);
+            if (stopping_) return;
+        }
+        progress_once(timeout);
+    }
+}
+
+int Engine::wait_ms() {
+    const std::lock_guard<std::mutex> lock(mu_);
+    if (timers_.empty()) {
+        waking_at_ = UINT64_MAX;
+        return -1;
+    }
+    waking_at_ = timers_.begin()->first;
+    const uint64_t now = clock_.now_ns();
+    if (waking_at_ <= now) return 0;
+    // Rounded up: waking early would spin until the timer is due.
+    return static_cast<int>(std::min<uint64_t>((waking_at_ - now + 999'999) / 1'000'000, 3'600'000));
+}
+
+void Engine::progress_once(int timeout_ms) {
+    constexpr int kEvents = 64;
+    epoll_event events[kEvents];
+    const int n = epoll_wait(epoll_.get(), events, kEvents, timeout_ms);
+    for (int i = 0; i < n; ++i) {
+        const uint64_t value = events[i].data.u64 & ((uint64_t{1} << 56) - 1);
+        switch (static_cast<Ready>(events[i].data.u64 >> 56)) {
+            case Ready::kick: {
+                uint64_t count = 0;
+                [[maybe_unused]] const ssize_t got = ::read(kick_.get(), &count, sizeof(count));
+                break;
+            }
+            case Ready::transport:
+                do {
+                    poll_transport(static_cast<unsigned>(value));
+                } while (transports_[value].ops->arm(transports_[value].handle) == ADT_ERR_AGAIN);
+                break;
+            case Ready::wire: {
+                Section s(*this);
+                const auto found = peers_.find(value);
+                if (found == peers_.end()) break;
+                const std::shared_ptr<Peer> peer = found->second;
+                if ((events[i].events & EPOLLOUT) != 0) flush(s, *peer);
+                if ((events[i].events & ~static_cast<uint32_t>(EPOLLOUT)) != 0) read_wire(s, *peer);
+                break;
+            }
+            case Ready::process: {
+                Section s(*this);
+                const auto found = peers_.find(value);
+                if (found == peers_.end()) break;
+                const std::shared_ptr<Peer> peer = found->second;
+                read_wire(s, *peer);  // its last words
+                peer->process_gone = true;
+                if (!peer->pidfd) break;
+                epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer->pidfd.get(), nullptr);
+                end_peer(s, *peer, ADT_ERR_PEER_LOST, true);
+                settle_peer(s, *peer);
+                break;
+            }
+        }
+    }
+    run_timers();
+}
+
+Timers::iterator Engine::add_timer(uint64_t at_ns, TimerKind kind, uint64_t id) {
+    const auto place = timers_.emplace(at_ns, Timer{kind, id});
+    if (at_ns < waking_at_) {
+        waking_at_ = at_ns;
+        kick();
+    }
+    return place;
+}
+
+void Engine::run_timers() {
+    for (;;) {
+        Section s(*this);
+        if (timers_.empty() || timers_.begin()->first > clock_.now_ns()) return;
+        const Timer timer = timers_.begin()->second;
+        timers_.erase(timers_.begin());
+        fire(s, timer);
+    }
+}
+
+void Engine::fire(Section &s, const Timer &timer) {
+    if (timer.kind == TimerKind::deadline || timer.kind == TimerKind::drain) {
+        const auto found = ops_.find(timer.id);
+        if (found == ops_.end()) return;
+        Op &op = *found->second;
+        if (timer.kind == TimerKind::deadline) {
+            op.has_deadline = false;
+            stop_op(s, op, ADT_ERR_TIMEOUT);
+            return;
+        }
+        op.has_drain = false;
+        // What was posted did not drain: take it off the local memory by force.
+        s.defer([this, peer = op.peer, transport = op.remote->transport, id = op.id] {
+            with_endpoint(peer, transport,
+                          [id](const adt_transport_ops_t *ops, adt_transport_h handle, adt_endpoint_h endpoint) {
+                              ops->cancel(handle, endpoint, id);
+                          });
+        });
+        return;
+    }
+    const auto found = peers_.find(timer.id);
+    if (found == peers_.end()) return;
+    const std::shared_ptr<Peer> peer = found->second;
+    const uint64_t now = clock_.now_ns();
+    switch (timer.kind) {
+        case TimerKind::heartbeat: {
+            if (peer->state != Peer::State::active) return;
+            // This process may have been stopped itself: what the peer sent meanwhile waits in the socket.
+            read_wire(s, *peer);
+            if (peer->state != Peer::State::active) return;
+            const uint64_t limit = peer->node->heartbeat_limit_ns;
+            if (now - peer->last_heard > limit && now > peer->last_heard) {
+                end_peer(s, *peer, ADT_ERR_PEER_LOST, true);
+                return;
+            }
+            if (now - peer->last_sent >= limit / 8) send(s, *peer, {static_cast<uint8_t>(Say::heartbeat), 0, 0, 0, 0, 0, 0});
+            add_timer(now + limit / 4, TimerKind::heartbeat, peer->id);
+            return;
+        }
+        case TimerKind::fence:
+            peer->fence_timer = false;
+            if (peer->fences_on_peer.empty() || peer->state != Peer::State::active) return;
+            read_wire(s, *peer);
+            if (peer->fences_on_peer.empty() || peer->state != Peer::State::active) return;
+            if (!peer->exposed && answers_late(*peer, now)) {
+                force_fences(s, *peer);
+                return;
+            }
+            send(s, *peer, {static_cast<uint8_t>(Say::ping), 0, 0, 0, 0, 0, 0});
+            peer->fence_timer = true;
+            add_timer(now + peer->node->drain_ns / 4, TimerKind::fence, peer->id);
+            return;
+        case TimerKind::linger:
+            peer->lingered = true;
+            settle_peer(s, *peer);
+            return;
+        case TimerKind::deadline:
+        case TimerKind::drain:
+            return;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------- operations
+
+adt_status_t Engine::usable(const TransferRequest &request) {
+    if (request.local->closed) return ADT_ERR_CLOSED;
+    const Peer &peer = *request.remote->peer;
+    if (peer.state != Peer::State::active) return ADT_ERR_PEER_LOST;
+    return request.remote->closed ? ADT_ERR_NOT_FOUND : ADT_OK;
+}
+
+SubmitResult Engine::submit(const TransferRequest &request) {
+    // The block lists are walked once per thread-local buffer: a transfer of one block allocates nothing.
+    static thread_local std::vector<BlockRun> runs;
+    SubmitResult result;
+    if (in_forked_child()) {
+        result.status = ADT_ERR_CLOSED;
+        return result;
+    }
+    const adt_geometry_t &lg = request.local->geometry;
+    const adt_geometry_t &rg = request.remote->geometry;
+    if (lg.block_bytes != rg.block_bytes || request.local_tensor + request.num_tensors > lg.num_tensors ||
+        request.remote_tensor + request.num_tensors > rg.num_tensors) {
+        result.status = ADT_ERR_GEOMETRY;
+        return result;
+    }
+    result.fault = make_runs(request.local_blocks, request.remote_blocks, request.count, lg, rg,
+                             request.opcode == ADT_READ, runs);
+    if (result.fault.kind != BlockFault::none) {
+        result.status = ADT_ERR_BOUNDS;
+        return result;
+    }
+    const uint64_t bytes = request.count * lg.block_bytes * request.num_tensors;
+    const Node &node = *request.remote->peer->node;
+    if (request.allow_inline && bytes <= node.inline_bytes && (bytes == 0 || request.remote->path.can_execute != 0)) {
+        return execute_inline(request, bytes, runs);
+    }
+
+    Section s(*this);
+    result.status = usable(request);
+    if (result.status != ADT_OK) return result;
+    auto owned = std::make_unique<Op>();
+    Op &op = *owned;
+    op.id = next_id_++;
+    op.opcode = request.opcode;
+    op.peer = request.remote->peer;
+    op.local = request.local;
+    op.remote = request.remote;
+    op.runs.swap(runs);
+    op.local_tensor = request.local_tensor;
+    op.remote_tensor = request.remote_tensor;
+    op.num_tensors = request.num_tensors;
+    op.bytes_total = bytes;
+    op.epoch = op.peer->epoch;
+    op.started_ns = clock_.now_ns();
+    op.cookie = request.cookie;
+    op.exhausted = bytes == 0;
+    ++op.local->operations;
+    ++op.remote->operations;
+    op.peer->ops.insert(&op);
+    if (request.timeout_ns > 0) {
+        op.deadline = add_timer(op.started_ns + request.timeout_ns, TimerKind::deadline, op.id);
+        op.has_deadline = true;
+    }
+    result.op = op.id;
+    result.bytes = bytes;
+    result.status = ADT_PENDING;
+    ops_.emplace(op.id, std::move(owned));
+    if (op.exhausted) {
+        settle(s, op);
+        return result;
+    }
+    Lane &lane = lane_of(op);
+    op.place = lane.ready.insert(lane.ready.end(), &op);
+    op.queued = true;
+    pump(s, lane);
+    return result;
+}
+
+SubmitResult Engine::execute_inline(const TransferRequest &request, uint64_t bytes, const std::vector<BlockRun> &runs) {
+    static thread_local std::vector<adt_chunk_t> chunks;
+    SubmitResult result;
+    result.bytes = bytes;
+    Peer &peer = *request.remote->peer;
+    {
+        const std::lock_guard<std::mutex> lock(mu_);
+        result.status = usable(request);
+        if (result.status != ADT_OK || bytes == 0) return result;
+        // From here until the decrement a fence, a closing or the end of the link waits for this copy.
+        ++peer.inline_active;
+    }
+    chunks.clear();
+    const adt_geometry_t &lg = request.local->geometry;
+    const adt_geometry_t &rg = request.remote->geometry;
+    for (uint32_t t = 0; t < request.num_tensors; ++t) {
+        char *const base = request.local->tensors[request.local_tensor + t];
+        for (const BlockRun &run : runs) {
+            chunks.push_back({base + run.local * lg.block_stride, run.remote * rg.block_stride, request.remote_tensor + t,
+                              static_cast<uint32_t>(run.count * lg.block_bytes)});
+        }
+    }
+    adt_batch_t batch{};
+    batch.opcode = request.opcode;
+    batch.count = static_cast<uint32_t>(chunks.size());
+    batch.chunks = chunks.data();
+    batch.bytes = bytes;
+    batch.remote = request.remote->handle;
+    const Transport &transport = transports_[request.remote->transport];
+    result.executed = true;
+    result.status = transport.ops->execute(transport.handle, &batch);
+
+    std::unique_lock<std::mutex> lock(mu_);
+    --peer.inline_active;
+    if (result.status == ADT_OK && peer.fences_from_peer.empty() && peer.state == Peer::State::active) return result;
+    lock.unlock();
+    Section s(*this);
+    if (result.status != ADT_OK && peer.state == Peer::State::active) {
+        tell_end(s, peer, Say::ended, 0, request.remote->id, 0, result.status, request.opcode);
+    }
+    answer_fences(s, peer);
+    settle_peer(s, peer);
+    return result;
+}
+
+Lane &Engine::lane_of(const Op &op) {
+    const unsigned t = op.remote->transport;
+    return (transports_[t].ops->flags & ADT_TRANSPORT_SHARED_QUEUE) != 0 ? transports_[t].lane : op.peer->lanes[t];
+}
+
+// Cuts the next batch off an operation. Returns true while more is left.
+bool Engine::cut(Op &op, Batch &batch) {
+    const adt_path_t &path = op.remote->path;
+    const adt_geometry_t &lg = op.local->geometry;
+    const adt_geometry_t &rg = op.remote->geometry;
+    uint64_t bytes = 0;
+    batch.chunks.clear();
+    while (op.at_tensor < op.num_tensors) {
+        char *const base = op.local->tensors[op.local_tensor + op.at_tensor];
+        while (op.at_run < op.runs.size()) {
+            if (bytes == path.max_batch_bytes || batch.chunks.size() == path.max_batch_chunks) break;
+            const BlockRun &run = op.runs[op.at_run];
+            const uint64_t left = run.count * lg.block_bytes - op.at_byte;
+            const uint64_t length = std::min(left, path.max_batch_bytes - bytes);
+            batch.chunks.push_back({base + run.local * lg.block_stride + op.at_byte,
+                                    run.remote * rg.block_stride + op.at_byte, op.remote_tensor + op.at_tensor,
+                                    static_cast<uint32_t>(length)});
+            bytes += length;
+            op.at_byte += length;
+            if (length == left) {
+                ++op.at_run;
+                op.at_byte = 0;
+            }
+        }
+        if (op.at_run < op.runs.size()) break;
+        op.at_run = 0;
+        ++op.at_tensor;
+    }
+    batch.op = &op;
+    batch.detached = false;
+    adt_batch_t &post = batch.post;
+    post.opcode = op.opcode;
+    post.count = static_cast<uint32_t>(batch.chunks.size());
+    post.chunks = batch.chunks.data();
+    post.bytes = bytes;
+    post.endpoint = op.peer->endpoints[op.remote->transport];
+    post.local_mem = op.local->mems[op.remote->transport];
+    post.remote = op.remote->handle;
+    post.op_id = op.id;
+    post.epoch = op.epoch;
+    return op.at_tensor < op.num_tensors;
+}
+
+void Engine::pump(Section &s, Lane &lane) {
+    while (lane.inflight < lane.depth && !lane.ready.empty()) {
+        Op &op = *lane.ready.front();
+        const Transport &transport = transports_[op.remote->transport];
+        Batch *batch = take_batch();
+        const bool more = cut(op, *batch);
+        if (more) {
+            lane.ready.splice(lane.ready.end(), lane.ready, op.place);  // the next operation's turn
+        } else {
+            lane.ready.erase(op.place);
+            op.queued = false;
+            op.exhausted = true;
+        }
+        ++op.inflight;
+        ++lane.inflight;
+        adt_batch_t *post = &batch->post;
+        size_t posted = 0;
+        const adt_status_t status = transport.ops->post(transport.handle, &post, 1, &posted);
+        if (posted == 1) continue;
+        // The engine keeps within the queue's depth, so AGAIN is a transport's mistake like any other failure here.
+        complete_batch(s, {post, status == ADT_ERR_AGAIN ? ADT_ERR_INTERNAL : status, 0});
+    }
+}
+
+void Engine::complete_batch(Section &s, const adt_completion_t &completion) {
+    auto *batch = reinterpret_cast<Batch *>(completion.batch);
+    Op &op = *batch->op;
+    if (completion.detached != 0) {
+        batch->detached = true;
+        ++op.detached;
+        settle(s, op);
+        return;
+    }
+    Lane &lane = lane_of(op);
+    --op.inflight;
+    --lane.inflight;
+    if (batch->detached) --op.detached;
+    if (completion.status == ADT_OK) op.bytes_done += batch->post.bytes;
+    give_batch(batch);
+    if (completion.status != ADT_OK && op.stop == ADT_OK) {
+        stop_op(s, op, completion.status);
+    } else {
+        settle(s, op);
+    }
+    pump(s, lane);
+}
+
+void Engine::poll_transport(unsigned index) {
+    Transport &transport = transports_[index];
+    constexpr size_t kBatch = 32;
+    adt_completion_t done[kBatch];
+    for (;;) {
+        const size_t n = transport.ops->poll(transport.handle, done, kBatch);
+        if (n == 0) return;
+        Section s(*this);
+        for (size_t i = 0; i < n; ++i) complete_batch(s, done[i]);
+    }
+}
+
+void Engine::stop_op(Section &s, Op &op, adt_status_t status) {
+    if (op.stop != ADT_OK || op.reported) return;
+    op.stop = status;
+    if (op.queued) {
+        lane_of(op).ready.erase(op.place);
+        op.queued = false;
+    }
+    Peer &peer = *op.peer;
+    if (peer.state == Peer::State::active) tell_end(s, peer, Say::abort, op.id, op.remote->id, 0, status, op.opcode);
+    if (op.inflight > op.detached) {
+        op.drain = add_timer(clock_.now_ns() + peer.node->drain_ns, TimerKind::drain, op.id);
+        op.has_drain = true;
+    }
+    settle(s, op);
+}
+
+// Looks whether an operation is quiet here (then its future hears of it), and whether it is over everywhere.
+void Engine::settle(Section &s, Op &op) {
+    if (!op.exhausted && op.stop == ADT_OK) return;
+    if (!op.reported && op.inflight == op.detached) report(op);
+    if (op.inflight == 0) retire(s, op);
+}
+
+void Engine::report(Op &op) {
+    op.reported = true;
+    if (std::exchange(op.has_deadline, false)) timers_.erase(op.deadline);
+    if (std::exchange(op.has_drain, false)) timers_.erase(op.drain);
+    Event event;
+    event.kind = EventKind::transfer_done;
+    event.status = op.stop;
+    event.node = op.peer->node->id;
+    event.peer = op.peer->id;
+    event.token = op.id;
+    event.cache = op.remote->id;
+    event.bytes = op.bytes_done;
+    event.opcode = op.opcode;
+    event.cookie = std::exchange(op.cookie, nullptr);
+    emit(*op.peer->node, event);
+}
+
+void Engine::retire(Section &s, Op &op) {
+    const auto found = ops_.find(op.id);
+    assert(found != ops_.end());
+    const std::unique_ptr<Op> owned = std::move(found->second);
+    ops_.erase(found);
+    const std::shared_ptr<Peer> peer = op.peer;
+    peer->ops.erase(&op);
+    --op.local->operations;
+    --op.remote->operations;
+    // The owner hears of every end that is not a success, once its memory is quiet as well.
+    if (op.stop != ADT_OK && peer->state == Peer::State::active) {
+        tell_end(s, *peer, Say::ended, op.id, op.remote->id, op.bytes_done, op.stop, op.opcode);
+    }
+    settle_cache(s, *peer->node, *op.local);
+    release_remote(s, *op.remote);
+    answer_fences(s, *peer);
+    settle_peer(s, *peer);
+    // What it held is let go outside the lock: a last reference may unmap memory.
+    s.defer([local = std::move(op.local), remote = std::move(op.remote), keep = peer] {});
+    op.peer.reset();
+    op.local.reset();
+    op.remote.reset();
+}
+
+void Engine::cancel(uint64_t op_id) {
+    if (in_forked_child()) return;
+    Section s(*this);
+    const auto found = ops_.find(op_id);
+    if (found != ops_.end()) stop_op(s, *found->second, ADT_ERR_CANCELLED);
+}
+
+bool Engine::progress(uint64_t op_id, uint64_t *done, uint64_t *total) {
+    if (in_forked_child()) return false;
+    const std::lock_guard<std::mutex> lock(mu_);
+    const auto found = ops_.find(op_id);
+    if (found == ops_.end()) return false;
+    *done = found->second->bytes_done;
+    *total = found->second->bytes_total;
+    return true;
+}
+
+std::vector<PendingRow> Engine::pending(const std::shared_ptr<Node> &node) {
+    std::vector<PendingRow> rows;
+    const std::lock_guard<std::mutex> lock(mu_);
+    const uint64_t now = clock_.now_ns();
+    for (const auto &[id, op] : ops_) {
+        if (op->peer->node != node) continue;
+        rows.push_back({id, op->peer->id, op->remote->id, op->opcode, op->stop, now - op->started_ns, op->bytes_done,
+                        op->bytes_total, op->remote->path.name});
+    }
+    return rows;
+}
+
+Batch *Engine::take_batch() {
+    if (spare_batches_.empty()) return new Batch;
+    Batch *batch = spare_batches_.back().release();
+    spare_batches_.pop_back();
+    return batch;
+}
+
+void Engine::give_batch(Batch *batch) {
+    std::unique_ptr<Batch> owned(batch);
+    if (!kDebugBuild && spare_batches_.size() < kSpare) spare_batches_.push_back(std::move(owned));
+}
+
+std::string Engine::last_error(unsigned transport) {
+    char text[512] = "";
+    transports_[transport].ops->last_error(transports_[transport].handle, text, sizeof(text));
+    return text;
+}
+
+}  // namespace adt

@@ -1,0 +1,474 @@
+// SPDX-License-Identifier: Apache-2.0
+// The engine: it turns transfers into batches, rotates between them, ends them by deadline, cancel or loss of the
+// peer, and reports each once, when it is quiet. One engine a process (or one in step mode for a simulation).
+//
+// Threads. One progress thread waits on the links' engine connections, the peers' pidfds and the timers; the
+// transports own their copy and I/O threads. All shared state lies under one mutex, `mu_`: a batch moves a megabyte,
+// so one lock a batch costs nothing, and one lock cannot deadlock with itself. What must run without it (calls into
+// transports that may take a connection's lock) is deferred to the end of the critical section: see Section.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "aiodatadist/transport.h"
+#include "counted.hpp"
+#include "fd.hpp"
+#include "geometry.hpp"
+#include "transports.hpp"
+
+namespace adt {
+
+class Engine;
+struct Node;
+struct Peer;
+struct Op;
+
+// What the loop is told. `cookie` is the operation's, given back exactly once.
+enum class EventKind : uint32_t {
+    transfer_done = 1,  // token: operation
+    peer_lost,          // status: PEER_LOST, or CLOSED for an orderly end by the peer
+    peer_quiet,         // the peer can no longer touch local memory
+    fenced,             // token: fence
+    cache_quiet,        // cache: nothing can touch it any more
+    transfer_ended,     // a peer's operation on local memory ended badly and is quiet
+    pong,               // token: ping
+};
+
+struct Event {
+    EventKind kind = EventKind::transfer_done;
+    adt_status_t status = ADT_OK;
+    uint64_t node = 0;
+    uint64_t peer = 0;
+    uint64_t token = 0;
+    uint64_t cache = 0;
+    uint64_t bytes = 0;
+    uint32_t opcode = 0;
+    void *cookie = nullptr;
+};
+
+// One loop's completion ring: any thread pushes, the loop takes a batch per wake-up.
+class Ring : Counted<Live::ring> {
+public:
+    Ring();
+    int fd() const { return fd_.get(); }
+    void push(const Event &event);
+    // Moves everything that waits into `out` and arms: a push after this call writes the descriptor again, and
+    // since both happen under one lock no completion can fall between the last look and the arming.
+    void take(std::vector<Event> &out);
+    void wake();  // makes the descriptor readable once more
+
+private:
+    Fd fd_;
+    std::mutex mu_;
+    std::vector<Event> waiting_;
+    bool armed_ = true;
+};
+
+class Clock {
+public:
+    explicit Clock(bool manual) : manual_(manual) {}
+    uint64_t now_ns() const;
+    void advance(uint64_t ns) { at_.fetch_add(ns, std::memory_order_relaxed); }
+
+private:
+    const bool manual_;
+    std::atomic<uint64_t> at_{1'000'000'000};
+};
+
+struct LocalCache : Counted<Live::local_cache> {
+    uint64_t id = 0;
+    adt_geometry_t geometry{};
+    std::vector<char *> tensors;
+    uint32_t access = 0;
+    std::array<adt_mem_h, kTransportCount> mems{};
+    // under Engine::mu_
+    bool closed = false;
+    bool quiet = false;
+    uint32_t operations = 0;  // local transfers that use it
+    uint32_t serving = 0;     // requests of peers that are being served from it
+    std::unordered_set<uint64_t> waiting_for;  // peers that have not said they are done with it
+};
+
+struct RemoteCache : Counted<Live::remote_cache> {
+    uint64_t id = 0;
+    adt_geometry_t geometry{};
+    unsigned transport = 0;
+    adt_remote_h handle = nullptr;
+    adt_path_t path{};
+    std::shared_ptr<Peer> peer;
+    // under Engine::mu_
+    bool closed = false;    // the owner took it back, or the link ended
+    bool released = false;  // Python let it go
+    uint32_t operations = 0;
+};
+
+struct Batch : Counted<Live::batch> {
+    adt_batch_t post{};  // first: transports hand this pointer back
+    Op *op = nullptr;
+    bool detached = false;
+    std::vector<adt_chunk_t> chunks;
+};
+
+// Batches posted on one queue, and the operations that wait for their next turn on it.
+struct Lane {
+    std::list<Op *> ready;
+    uint32_t inflight = 0;
+    uint32_t depth = 0;
+};
+
+enum class TimerKind : uint8_t { deadline, drain, heartbeat, fence, linger };
+
+struct Timer {
+    TimerKind kind;
+    uint64_t id;
+};
+using Timers = std::multimap<uint64_t, Timer>;
+
+struct Op : Counted<Live::operation> {
+    uint64_t id = 0;
+    adt_opcode_t opcode = ADT_READ;
+    std::shared_ptr<Peer> peer;
+    std::shared_ptr<LocalCache> local;
+    std::shared_ptr<RemoteCache> remote;
+    std::vector<BlockRun> runs;
+    uint32_t local_tensor = 0;
+    uint32_t remote_tensor = 0;
+    uint32_t num_tensors = 0;
+    // how far batches were cut
+    uint32_t at_tensor = 0;
+    size_t at_run = 0;
+    uint64_t at_byte = 0;
+    uint64_t bytes_total = 0;
+    uint64_t bytes_done = 0;
+    uint32_t inflight = 0;  // posted batches that have not retired
+    uint32_t detached = 0;  // of those, the ones whose local memory is quiet already
+    bool exhausted = false;
+    bool queued = false;    // stands in its lane's ready list, at `place`
+    std::list<Op *>::iterator place;
+    bool reported = false;  // its future was told
+    adt_status_t stop = ADT_OK;
+    uint32_t epoch = 0;
+    uint64_t started_ns = 0;
+    Timers::iterator deadline;
+    Timers::iterator drain;
+    bool has_deadline = false;
+    bool has_drain = false;
+    void *cookie = nullptr;
+};
+
+// Messages of the engine connection, both ways, little endian, 32 bytes each. The connection is authenticated by the
+// handshake before the engine gets it; what is not of this form ends the link.
+enum class Say : uint8_t {
+    heartbeat = 0,
+    ping,        // a: token; answered at once, without Python
+    pong,        // a: token
+    abort,       // a: operation, b: cache of the receiver; the sender is ending an operation early
+    ended,       // a: operation, b: cache, c: bytes; an operation ended badly and touches the receiver's memory no more
+    fence,       // a: sequence, b: cache or 0, flags 1: the cache is being closed
+    fence_done,  // a: sequence
+    disconnect,  // the link is over; the receiver ends its operations
+    goodbye,     // the sender's operations are over: its process touches the receiver's memory no more
+};
+struct WireMessage {
+    uint8_t type;
+    uint8_t flags;
+    uint16_t opcode;
+    int32_t status;
+    uint64_t a;
+    uint64_t b;
+    uint64_t c;
+};
+static_assert(sizeof(WireMessage) == 32, "the wire format has no padding");
+
+// A fence that the peer asked for: acknowledged when no earlier operation of ours on its memory is left.
+struct FenceFromPeer {
+    uint64_t seq;
+    uint64_t cache;
+};
+
+// A fence that we asked for.
+struct FenceOnPeer {
+    uint64_t token;
+    uint64_t seq;
+    std::shared_ptr<LocalCache> closing;  // null: dd.fence()
+};
+
+// One link's native side, one epoch. The engine connection carries WireMessage both ways.
+struct Peer : Counted<Live::peer> {
+    enum class State : uint8_t { active, ending, quiet };
+
+    uint64_t id = 0;
+    std::shared_ptr<Node> node;
+    Fd wire;
+    Fd pidfd;
+    bool exposed = false;  // the peer's process can touch local memory by itself
+    std::array<adt_endpoint_h, kTransportCount> endpoints{};
+    std::array<Lane, kTransportCount> lanes;
+    // under Engine::mu_
+    State state = State::active;
+    adt_status_t end_status = ADT_OK;
+    bool endpoints_gone = false;
+    bool process_gone = false;
+    bool goodbye_sent = false;
+    bool goodbye_received = false;
+    bool wire_open = true;
+    bool lingered = false;  // waited long enough for the goodbye of a peer that cannot touch our memory
+    std::unordered_set<Op *> ops;
+    uint32_t inline_active = 0;  // small copies running in loop threads right now
+    uint32_t epoch = 0;          // the newest fence of the peer that we have seen
+    uint32_t min_epoch = 0;      // requests older than this are refused (a fence ended by force)
+    uint32_t fence_seq = 0;
+    std::unordered_map<uint64_t, std::weak_ptr<RemoteCache>> imports;
+    std::unordered_set<uint64_t> closed_caches;  // ids never come back
+    std::vector<FenceFromPeer> fences_from_peer;
+    std::vector<FenceOnPeer> fences_on_peer;
+    bool fence_timer = false;
+    std::string out;
+    bool wants_write = false;
+    std::array<char, sizeof(WireMessage)> in{};
+    size_t in_size = 0;
+    uint64_t last_heard = 0;
+    uint64_t last_sent = 0;
+};
+
+// Native side of one DataDist.
+struct Node : Counted<Live::node> {
+    uint64_t id = 0;
+    uint64_t cluster_id = 0;
+    std::shared_ptr<Ring> ring;
+    uint64_t drain_ns = 0;
+    uint64_t heartbeat_limit_ns = 0;
+    uint64_t inline_bytes = 0;
+    uint64_t populate_bytes = 0;
+    // under Engine::mu_
+    std::unordered_map<uint64_t, std::shared_ptr<LocalCache>> caches;
+    std::unordered_map<uint64_t, std::shared_ptr<Peer>> peers;
+    bool closed = false;
+};
+
+struct PendingRow {
+    uint64_t op;
+    uint64_t peer;
+    uint64_t cache;
+    uint32_t opcode;
+    adt_status_t stop;
+    uint64_t age_ns;
+    uint64_t bytes_done;
+    uint64_t bytes_total;
+    const char *path;
+};
+
+struct TransferRequest {
+    std::shared_ptr<LocalCache> local;
+    std::shared_ptr<RemoteCache> remote;
+    adt_opcode_t opcode = ADT_READ;
+    const int64_t *local_blocks = nullptr;
+    const int64_t *remote_blocks = nullptr;
+    size_t count = 0;
+    uint32_t local_tensor = 0;
+    uint32_t remote_tensor = 0;
+    uint32_t num_tensors = 0;
+    uint64_t timeout_ns = 0;  // 0: none
+    bool allow_inline = true;
+    void *cookie = nullptr;
+};
+
+struct SubmitResult {
+    adt_status_t status = ADT_OK;  // ADT_OK: done already. ADT_PENDING: an event with the cookie follows. Else failed:
+    bool executed = false;         // while it ran (true), or refused before anything moved (false)
+    uint64_t op = 0;
+    uint64_t bytes = 0;
+    BlockFault fault;
+};
+
+struct ConnectRequest {
+    int wire = -1;
+    std::vector<int> data;
+    int32_t pid = 0;
+    int pidfd = -1;
+    bool process_vm = false;
+    std::array<bool, kTransportCount> use{};
+};
+
+// epoll_event.data of the progress thread: what became ready. The upper byte is the kind, the rest an id or an index.
+enum class Ready : uint64_t { kick, wire, process, transport };
+constexpr uint64_t tag(Ready kind, uint64_t value) { return static_cast<uint64_t>(kind) << 56 | value; }
+
+class Engine : Counted<Live::engine> {
+public:
+    struct Options {
+        unsigned copy_threads = 2;
+        unsigned io_threads = 2;
+        bool stepped = false;
+    };
+
+    explicit Engine(const Options &options);
+    ~Engine();  // joins every thread
+    Engine(const Engine &) = delete;
+    Engine &operator=(const Engine &) = delete;
+
+    // One engine a process, counted. A last release while a stopped peer can still touch memory keeps it running.
+    static std::shared_ptr<Engine> acquire(const Options &options);
+    static void release(std::shared_ptr<Engine> &engine);
+
+    Clock &clock() { return clock_; }
+    bool stepped() const { return options_.stepped; }
+    void step(uint64_t advance_ns);
+
+    std::shared_ptr<Node> open_node(uint64_t cluster_id, std::shared_ptr<Ring> ring, uint64_t drain_ns,
+                                    uint64_t heartbeat_limit_ns, uint64_t inline_bytes, uint64_t populate_bytes);
+    void abort_node(const std::shared_ptr<Node> &node);
+    bool node_quiet(const std::shared_ptr<Node> &node);
+    bool wait_node_quiet(const std::shared_ptr<Node> &node, uint64_t timeout_ns);  // blocks
+    void close_node(const std::shared_ptr<Node> &node);
+    std::vector<PendingRow> pending(const std::shared_ptr<Node> &node);
+
+    // Takes over every descriptor in `request`, whatever comes of it.
+    adt_status_t connect(const std::shared_ptr<Node> &node, const ConnectRequest &request, std::shared_ptr<Peer> &out,
+                         std::string &error);
+    void disconnect(const std::shared_ptr<Peer> &peer, adt_status_t status);
+    uint64_t fence(const std::shared_ptr<Peer> &peer);
+    uint64_t ping(const std::shared_ptr<Peer> &peer);
+
+    adt_status_t register_cache(const std::shared_ptr<Node> &node, const adt_memory_t &memory,
+                                std::shared_ptr<LocalCache> &out, std::string &error);
+    std::string export_key(const std::shared_ptr<LocalCache> &cache, unsigned transport);
+    void close_cache(const std::shared_ptr<Node> &node, const std::shared_ptr<LocalCache> &cache);
+
+    adt_status_t import_cache(const std::shared_ptr<Peer> &peer, uint64_t cache_id, const adt_geometry_t &geometry,
+                              unsigned transport, const adt_key_t &key, std::shared_ptr<RemoteCache> &out,
+                              std::string &error);
+    void release_cache(const std::shared_ptr<RemoteCache> &cache);
+
+    SubmitResult submit(const TransferRequest &request);
+    void cancel(uint64_t op_id);
+    bool progress(uint64_t op_id, uint64_t *done, uint64_t *total);
+    std::string last_error(unsigned transport);
+
+private:
+    // A critical section: holds `mu_`, and runs what was deferred after letting it go.
+    class Section {
+    public:
+        explicit Section(Engine &engine) : lock_(engine.mu_) {}
+        ~Section() {
+            lock_.unlock();
+            for (size_t i = 0; i < deferred_.size(); ++i) deferred_[i]();
+        }
+        Section(const Section &) = delete;
+        Section &operator=(const Section &) = delete;
+        void defer(std::function<void()> action) { deferred_.push_back(std::move(action)); }
+
+    private:
+        std::unique_lock<std::mutex> lock_;
+        std::vector<std::function<void()>> deferred_;
+    };
+
+    struct Transport {
+        const adt_transport_ops_t *ops = nullptr;
+        adt_transport_h handle = nullptr;
+        Lane lane;  // ADT_TRANSPORT_SHARED_QUEUE
+    };
+
+    // engine.cpp: operations
+    Lane &lane_of(const Op &op);
+    bool cut(Op &op, Batch &batch);
+    void pump(Section &s, Lane &lane);
+    void complete_batch(Section &s, const adt_completion_t &completion);
+    void stop_op(Section &s, Op &op, adt_status_t status);
+    void settle(Section &s, Op &op);
+    void report(Op &op);
+    void retire(Section &s, Op &op);
+    Batch *take_batch();
+    void give_batch(Batch *batch);
+    void poll_transport(unsigned index);
+    SubmitResult execute_inline(const TransferRequest &request, uint64_t bytes, const std::vector<BlockRun> &runs);
+    static adt_status_t usable(const TransferRequest &request);
+    void with_endpoint(const std::shared_ptr<Peer> &peer, unsigned transport,
+                       const std::function<void(const adt_transport_ops_t *, adt_transport_h, adt_endpoint_h)> &use);
+
+    // link.cpp: peers, fences, closing
+    // `told`: the loop hears of it (the peer or the network ended the link, not this side).
+    void end_peer(Section &s, Peer &peer, adt_status_t status, bool told);
+    void disconnect_endpoints(const std::shared_ptr<Peer> &peer);
+    void settle_peer(Section &s, Peer &peer);
+    void settle_cache(Section &s, Node &node, LocalCache &cache);
+    void close_local(Section &s, const std::shared_ptr<Node> &node, const std::shared_ptr<LocalCache> &cache);
+    void send(Section &s, Peer &peer, const WireMessage &message);
+    void tell_end(Section &s, Peer &peer, Say type, uint64_t op, uint64_t cache, uint64_t bytes, adt_status_t status,
+                  uint32_t opcode);
+    void flush(Section &s, Peer &peer);
+    static void close_wire(Peer &peer);
+    void read_wire(Section &s, Peer &peer);
+    void handle(Section &s, Peer &peer, const WireMessage &message);
+    void answer_fences(Section &s, Peer &peer);
+    void start_fence(Section &s, Peer &peer, uint64_t token, std::shared_ptr<LocalCache> closing);
+    void finish_fence(Section &s, Peer &peer, const FenceOnPeer &fence, adt_status_t status);
+    void force_fences(Section &s, Peer &peer);
+    void release_remote(Section &s, RemoteCache &cache);
+    static bool answers_late(const Peer &peer, uint64_t now);
+    void emit(const Node &node, const Event &event) const { node.ring->push(event); }
+
+    // link.cpp: the host table that transports call
+    static void host_notify(void *ctx, adt_transport_h transport);
+    static uint64_t host_now(void *ctx);
+    static adt_status_t host_begin_serve(void *ctx, void *link, adt_request_t *request, void **token);
+    static void host_end_serve(void *ctx, void *token);
+    static void host_endpoint_lost(void *ctx, void *link, adt_status_t status, const char *reason);
+
+    // progress thread
+    void run();
+    void progress_once(int timeout_ms);
+    int wait_ms();
+    void run_timers();
+    void fire(Section &s, const Timer &timer);
+    Timers::iterator add_timer(uint64_t at_ns, TimerKind kind, uint64_t id);
+    void kick();
+
+    const Options options_;
+    Clock clock_;
+    adt_host_t host_{};
+    std::array<Transport, kTransportCount> transports_;
+    Fd epoll_;
+    Fd kick_;
+    // Guards the use of endpoints outside `mu_` against their disconnecting. Taken before transports' locks and `mu_`;
+    // recursive, because a transport may complete batches (and so end another peer) inside cancel.
+    std::recursive_mutex endpoints_mu_;
+    std::mutex mu_;
+    std::condition_variable quiet_cv_;
+    Timers timers_;
+    uint64_t waking_at_ = 0;  // when the progress thread will look at the timers by itself
+    std::unordered_map<uint64_t, std::unique_ptr<Op>> ops_;
+    std::vector<std::unique_ptr<Batch>> spare_batches_;
+    std::unordered_map<uint64_t, std::shared_ptr<Peer>> peers_;
+    std::unordered_map<uint64_t, std::shared_ptr<Node>> nodes_;
+    uint64_t next_id_ = 1;
+    bool stopping_ = false;
+    std::thread thread_;
+
+};
+
+// Drops a reference. In a forked child nothing native may be destroyed (threads to join do not exist there, locks may
+// be held for ever), so there the reference is left to the end of the process.
+template <typename T>
+void let_go(std::shared_ptr<T> &reference) {
+    if (in_forked_child()) {
+        [[maybe_unused]] auto *kept = new std::shared_ptr<T>(std::move(reference));
+    } else {
+        reference.reset();
+    }
+}
+
+}  // namespace adt

@@ -1,0 +1,648 @@
+// SPDX-License-Identifier: Apache-2.0
+// Links natively: the engine connection, heartbeats, fences, the closing of caches and of links, and what the owner
+// of memory answers to transports. None of it needs Python: a peer whose loop is blocked stays linked and answers.
+#include <fcntl.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cassert>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "engine.hpp"
+
+namespace adt {
+namespace {
+
+// A request of a peer that is being served, between begin_serve and end_serve.
+struct Served : Counted<Live::served> {
+    std::shared_ptr<Node> node;
+    std::shared_ptr<LocalCache> cache;
+};
+
+constexpr uint8_t kClosing = 1;  // flags of Say::fence
+
+// What transports call a link: its id, since ids are never used twice and addresses are.
+void *name_of(const Peer &peer) { return reinterpret_cast<void *>(static_cast<uintptr_t>(peer.id)); }
+uint64_t id_of(void *link) { return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(link)); }
+
+}  // namespace
+
+// --------------------------------------------------------------------------------------------------------- nodes
+
+std::shared_ptr<Node> Engine::open_node(uint64_t cluster_id, std::shared_ptr<Ring> ring, uint64_t drain_ns,
+                                        uint64_t heartbeat_limit_ns, uint64_t inline_bytes, uint64_t populate_bytes) {
+    auto node = std::make_shared<Node>();
+    node->cluster_id = cluster_id;
+    node->ring = std::move(ring);
+    node->drain_ns = drain_ns;
+    node->heartbeat_limit_ns = heartbeat_limit_ns;
+    node->inline_bytes = inline_bytes;
+    node->populate_bytes = populate_bytes;
+    const std::lock_guard<std::mutex> lock(mu_);
+    node->id = next_id_++;
+    nodes_.emplace(node->id, node);
+    return node;
+}
+
+void Engine::abort_node(const std::shared_ptr<Node> &node) {
+    if (in_forked_child()) return;
+    Section s(*this);
+    node->closed = true;
+    std::vector<std::shared_ptr<Peer>> peers;
+    for (const auto &[id, peer] : node->peers) peers.push_back(peer);
+    for (const std::shared_ptr<Peer> &peer : peers) end_peer(s, *peer, ADT_ERR_CLOSED, false);
+}
+
+bool Engine::node_quiet(const std::shared_ptr<Node> &node) {
+    if (in_forked_child()) return true;
+    const std::lock_guard<std::mutex> lock(mu_);
+    return node->peers.empty();
+}
+
+bool Engine::wait_node_quiet(const std::shared_ptr<Node> &node, uint64_t timeout_ns) {
+    if (in_forked_child()) return true;
+    std::unique_lock<std::mutex> lock(mu_);
+    return quiet_cv_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [&] { return node->peers.empty(); });
+}
+
+void Engine::close_node(const std::shared_ptr<Node> &node) {
+    if (in_forked_child()) return;
+    Section s(*this);
+    node->closed = true;
+    std::vector<std::shared_ptr<LocalCache>> caches;
+    for (const auto &[id, cache] : node->caches) caches.push_back(cache);
+    for (const std::shared_ptr<LocalCache> &cache : caches) close_local(s, node, cache);
+    nodes_.erase(node->id);
+}
+
+// -------------------------------------------------------------------------------------------------------- caches
+
+adt_status_t Engine::register_cache(const std::shared_ptr<Node> &node, const adt_memory_t &memory,
+                                    std::shared_ptr<LocalCache> &out, std::string &error) {
+    if (in_forked_child()) return ADT_ERR_CLOSED;
+    if (!valid_geometry(memory.geometry)) return ADT_ERR_GEOMETRY;
+    auto cache = std::make_shared<LocalCache>();
+    cache->id = memory.cache_id;
+    cache->geometry = memory.geometry;
+    cache->access = memory.access;
+    for (uint32_t i = 0; i < memory.geometry.num_tensors; ++i) {
+        cache->tensors.push_back(static_cast<char *>(memory.tensors[i]));
+    }
+    for (unsigned i = 0; i < kTransportCount; ++i) {
+        const Transport &t = transports_[i];
+        const adt_status_t status = t.ops->reg_mem(t.handle, &memory, &cache->mems[i]);
+        if (status == ADT_OK) continue;
+        error = std::string(t.ops->name) + ": " + last_error(i);
+        for (unsigned k = 0; k < i; ++k) transports_[k].ops->dereg_mem(transports_[k].handle, cache->mems[k]);
+        return status;
+    }
+    const std::lock_guard<std::mutex> lock(mu_);
+    node->caches.emplace(cache->id, cache);
+    out = std::move(cache);
+    return ADT_OK;
+}
+
+std::string Engine::export_key(const std::shared_ptr<LocalCache> &cache, unsigned transport) {
+    const Transport &t = transports_[transport];
+    size_t size = 0;
+    t.ops->export_key(t.handle, cache->mems[transport], nullptr, 0, &size);
+    std::string key(size, '\0');
+    if (t.ops->export_key(t.handle, cache->mems[transport], key.data(), key.size(), &size) != ADT_OK) return {};
+    return key;
+}
+
+void Engine::close_cache(const std::shared_ptr<Node> &node, const std::shared_ptr<LocalCache> &cache) {
+    if (in_forked_child()) return;
+    Section s(*this);
+    close_local(s, node, cache);
+}
+
+void Engine::close_local(Section &s, const std::shared_ptr<Node> &node, const std::shared_ptr<LocalCache> &cache) {
+    if (cache->closed) return;
+    cache->closed = true;
+    // Every peer is asked, whether or not it was told of the cache: it may have imported it a moment ago.
+    for (const auto &[id, peer] : node->peers) cache->waiting_for.insert(id);
+    std::vector<std::shared_ptr<Peer>> peers;
+    for (const auto &[id, peer] : node->peers) peers.push_back(peer);
+    for (const std::shared_ptr<Peer> &peer : peers) start_fence(s, *peer, 0, cache);
+    settle_cache(s, *node, *cache);
+}
+
+void Engine::settle_cache(Section &s, Node &node, LocalCache &cache) {
+    if (!cache.closed || cache.quiet || cache.operations > 0 || cache.serving > 0 || !cache.waiting_for.empty()) return;
+    cache.quiet = true;
+    Event event;
+    event.kind = EventKind::cache_quiet;
+    event.node = node.id;
+    event.cache = cache.id;
+    event.token = cache.id;
+    emit(node, event);
+    const auto found = node.caches.find(cache.id);
+    if (found == node.caches.end()) return;
+    s.defer([this, keep = found->second] {
+        for (unsigned i = 0; i < kTransportCount; ++i) {
+            transports_[i].ops->dereg_mem(transports_[i].handle, keep->mems[i]);
+        }
+    });
+    node.caches.erase(found);
+}
+
+adt_status_t Engine::import_cache(const std::shared_ptr<Peer> &peer, uint64_t cache_id, const adt_geometry_t &geometry,
+                                  unsigned transport, const adt_key_t &key, std::shared_ptr<RemoteCache> &out,
+                                  std::string &error) {
+    if (in_forked_child()) return ADT_ERR_CLOSED;
+    if (!valid_geometry(geometry)) {
+        error = "impossible geometry";
+        return ADT_ERR_GEOMETRY;
+    }
+    auto cache = std::make_shared<RemoteCache>();
+    cache->id = cache_id;
+    cache->geometry = geometry;
+    cache->transport = transport;
+    cache->peer = peer;
+    adt_status_t status = ADT_ERR_UNSUPPORTED;
+    error = "not agreed for this link";
+    with_endpoint(peer, transport,
+                  [&](const adt_transport_ops_t *ops, adt_transport_h handle, adt_endpoint_h endpoint) {
+                      status = ops->import_key(handle, endpoint, cache_id, &geometry, &key, &cache->handle, &cache->path);
+                      if (status != ADT_OK) error = last_error(transport);
+                  });
+    if (status != ADT_OK) return status;
+    Section s(*this);
+    cache->released = true;  // until it is handed out, so that both refusals below give the key back
+    if (peer->state != Peer::State::active) {
+        status = ADT_ERR_PEER_LOST;
+    } else if (peer->closed_caches.count(cache_id) != 0) {
+        status = ADT_ERR_NOT_FOUND;
+    }
+    if (status != ADT_OK) {
+        release_remote(s, *cache);
+        return status;
+    }
+    cache->released = false;
+    peer->imports[cache_id] = cache;
+    out = std::move(cache);
+    return ADT_OK;
+}
+
+void Engine::release_cache(const std::shared_ptr<RemoteCache> &cache) {
+    if (in_forked_child()) return;
+    Section s(*this);
+    if (cache->released) return;
+    cache->released = true;
+    cache->closed = true;
+    release_remote(s, *cache);
+}
+
+void Engine::release_remote(Section &s, RemoteCache &cache) {
+    if (!cache.released || cache.operations > 0 || cache.handle == nullptr) return;
+    s.defer([this, transport = cache.transport, handle = std::exchange(cache.handle, nullptr)] {
+        transports_[transport].ops->release_key(transports_[transport].handle, handle);
+    });
+}
+
+// --------------------------------------------------------------------------------------------------------- peers
+
+adt_status_t Engine::connect(const std::shared_ptr<Node> &node, const ConnectRequest &request,
+                             std::shared_ptr<Peer> &out, std::string &error) {
+    auto peer = std::make_shared<Peer>();
+    peer->wire = Fd(request.wire);
+    peer->pidfd = Fd(request.pidfd);
+    std::vector<Fd> data;
+    for (const int fd : request.data) data.emplace_back(fd);
+    if (in_forked_child()) return ADT_ERR_CLOSED;
+    if (!peer->wire) {
+        error = "no engine connection";
+        return ADT_ERR_INVALID;
+    }
+    peer->node = node;
+    peer->exposed = request.pid > 0;
+    for (unsigned i = 0; i < kTransportCount; ++i) peer->lanes[i].depth = transports_[i].ops->queue_depth;
+    const int flags = fcntl(peer->wire.get(), F_GETFL);
+    fcntl(peer->wire.get(), F_SETFL, flags | O_NONBLOCK);
+    {
+        // Known before its wires work: a request or a loss may arrive while the transports still connect.
+        const std::lock_guard<std::mutex> lock(mu_);
+        if (node->closed) return ADT_ERR_CLOSED;
+        peer->id = next_id_++;
+        peer->last_heard = peer->last_sent = clock_.now_ns();
+        peers_.emplace(peer->id, peer);
+        node->peers.emplace(peer->id, peer);
+    }
+    adt_status_t status = ADT_OK;
+    {
+        const std::lock_guard<std::recursive_mutex> endpoints(endpoints_mu_);
+        for (unsigned i = 0; i < kTransportCount && status == ADT_OK; ++i) {
+            if (!request.use[i]) continue;
+            const Transport &t = transports_[i];
+            adt_connect_params_t params{};
+            params.struct_size = sizeof(params);
+            params.link = name_of(*peer);
+            params.peer_pid = request.pid;
+            params.peer_pidfd = peer->pidfd.get();
+            params.process_vm = request.process_vm ? 1 : 0;
+            params.populate_bytes = node->populate_bytes;
+            std::vector<int> taken;
+            if (t.ops == &kTcpOps) {
+                for (const Fd &fd : data) taken.push_back(fcntl(fd.get(), F_DUPFD_CLOEXEC, 0));
+                data.clear();
+            }
+            params.num_fds = static_cast<uint32_t>(taken.size());
+            params.fds = taken.data();
+            status = t.ops->connect(t.handle, &params, &peer->endpoints[i]);
+            if (status != ADT_OK) error = std::string(t.ops->name) + ": " + last_error(i);
+        }
+    }
+    Section s(*this);
+    epoll_event interest{};
+    interest.events = EPOLLIN;
+    interest.data.u64 = tag(Ready::wire, peer->id);
+    epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, peer->wire.get(), &interest);
+    if (peer->pidfd) {
+        interest.data.u64 = tag(Ready::process, peer->id);
+        epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, peer->pidfd.get(), &interest);
+    }
+    if (status != ADT_OK) {
+        peer->exposed = false;  // it never got a key
+        end_peer(s, *peer, ADT_ERR_CLOSED, false);
+        return status;
+    }
+    add_timer(clock_.now_ns() + node->heartbeat_limit_ns / 4, TimerKind::heartbeat, peer->id);
+    out = std::move(peer);
+    return ADT_OK;
+}
+
+void Engine::disconnect(const std::shared_ptr<Peer> &peer, adt_status_t status) {
+    if (in_forked_child()) return;
+    Section s(*this);
+    end_peer(s, *peer, status, false);
+}
+
+void Engine::with_endpoint(
+    const std::shared_ptr<Peer> &peer, unsigned transport,
+    const std::function<void(const adt_transport_ops_t *, adt_transport_h, adt_endpoint_h)> &use) {
+    const std::lock_guard<std::recursive_mutex> lock(endpoints_mu_);
+    if (peer->endpoints_gone || peer->endpoints[transport] == nullptr) return;
+    use(transports_[transport].ops, transports_[transport].handle, peer->endpoints[transport]);
+}
+
+void Engine::end_peer(Section &s, Peer &peer, adt_status_t status, bool told) {
+    if (peer.state != Peer::State::active) return;
+    peer.state = Peer::State::ending;
+    peer.end_status = status;
+    if (told) {
+        Event event;
+        event.kind = EventKind::peer_lost;
+        event.status = status;
+        event.node = peer.node->id;
+        event.peer = peer.id;
+        emit(*peer.node, event);
+    }
+    for (const auto &[id, import] : peer.imports) {
+        if (const std::shared_ptr<RemoteCache> cache = import.lock()) cache->closed = true;
+    }
+    const std::vector<Op *> ops(peer.ops.begin(), peer.ops.end());
+    for (Op *op : ops) stop_op(s, *op, status == ADT_ERR_CLOSED && !told ? ADT_ERR_CLOSED : ADT_ERR_PEER_LOST);
+    const auto found = peers_.find(peer.id);
+    if (found != peers_.end()) {
+        s.defer([this, keep = found->second] { disconnect_endpoints(keep); });
+    }
+    send(s, peer, {static_cast<uint8_t>(Say::disconnect), 0, 0, status, 0, 0, 0});
+    if (!peer.exposed) add_timer(clock_.now_ns() + peer.node->drain_ns, TimerKind::linger, peer.id);
+    settle_peer(s, peer);
+}
+
+void Engine::disconnect_endpoints(const std::shared_ptr<Peer> &peer) {
+    {
+        const std::lock_guard<std::recursive_mutex> lock(endpoints_mu_);
+        if (peer->endpoints_gone) return;
+        for (unsigned i = 0; i < kTransportCount; ++i) {
+            if (peer->endpoints[i] != nullptr) transports_[i].ops->disconnect(transports_[i].handle, peer->endpoints[i]);
+        }
+        const std::lock_guard<std::mutex> state(mu_);
+        peer->endpoints_gone = true;
+    }
+    Section s(*this);
+    settle_peer(s, *peer);
+}
+
+// Looks whether an ending link is quiet: nothing of ours is left on the peer's memory, nothing of the peer's on ours.
+void Engine::settle_peer(Section &s, Peer &peer) {
+    if (peer.state == Peer::State::active) return;
+    const bool ours_done = peer.ops.empty() && peer.inline_active == 0 && peer.endpoints_gone;
+    if (ours_done && !peer.goodbye_sent) {
+        peer.goodbye_sent = true;
+        send(s, peer, {static_cast<uint8_t>(Say::goodbye), 0, 0, 0, 0, 0, 0});
+    }
+    const bool theirs_done = !peer.exposed || peer.goodbye_received || peer.process_gone;
+    if (ours_done && theirs_done && peer.state == Peer::State::ending) {
+        peer.state = Peer::State::quiet;
+        const std::vector<FenceOnPeer> fences = std::exchange(peer.fences_on_peer, {});
+        for (const FenceOnPeer &fence : fences) finish_fence(s, peer, fence, ADT_OK);
+        // Caches that were closed after the link broke waited for this.
+        std::vector<std::shared_ptr<LocalCache>> caches;
+        for (const auto &[id, cache] : peer.node->caches) caches.push_back(cache);
+        for (const std::shared_ptr<LocalCache> &cache : caches) {
+            if (cache->waiting_for.erase(peer.id) > 0) settle_cache(s, *peer.node, *cache);
+        }
+        Event event;
+        event.kind = EventKind::peer_quiet;
+        event.status = peer.end_status;
+        event.node = peer.node->id;
+        event.peer = peer.id;
+        emit(*peer.node, event);
+        peer.node->peers.erase(peer.id);
+        quiet_cv_.notify_all();
+    }
+    if (peer.state != Peer::State::quiet) return;
+    // Closing a socket with unread input resets it and could swallow our goodbye: wait for the peer's, within reason.
+    if (peer.wire_open && !peer.goodbye_received && !peer.process_gone && !peer.lingered) return;
+    close_wire(peer);
+    const auto found = peers_.find(peer.id);
+    if (found == peers_.end()) return;
+    s.defer([keep = found->second] {});
+    peers_.erase(found);
+}
+
+void Engine::close_wire(Peer &peer) {
+    peer.wire_open = false;
+    peer.wire.reset();
+    peer.pidfd.reset();
+}
+
+// ----------------------------------------------------------------------------------------------- engine connection
+
+void Engine::send(Section &s, Peer &peer, const WireMessage &message) {
+    if (!peer.wire_open) return;
+    peer.out.append(reinterpret_cast<const char *>(&message), sizeof(message));
+    peer.last_sent = clock_.now_ns();
+    if (!peer.wants_write) flush(s, peer);
+}
+
+void Engine::tell_end(Section &s, Peer &peer, Say type, uint64_t op, uint64_t cache, uint64_t bytes, adt_status_t status,
+                      uint32_t opcode) {
+    send(s, peer, {static_cast<uint8_t>(type), 0, static_cast<uint16_t>(opcode), status, op, cache, bytes});
+}
+
+void Engine::flush(Section &, Peer &peer) {
+    if (!peer.wire_open) return;
+    while (!peer.out.empty()) {
+        const ssize_t n = ::send(peer.wire.get(), peer.out.data(), peer.out.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (n < 0) {
+            if (errno == EINTR) continue;
+            if (errno != EAGAIN) peer.out.clear();  // broken: the read side hears of it and ends the link
+            break;
+        }
+        peer.out.erase(0, static_cast<size_t>(n));
+    }
+    const bool wants_write = !peer.out.empty();
+    if (wants_write == peer.wants_write) return;
+    peer.wants_write = wants_write;
+    epoll_event interest{};
+    interest.events = wants_write ? EPOLLIN | EPOLLOUT : EPOLLIN;
+    interest.data.u64 = tag(Ready::wire, peer.id);
+    epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, peer.wire.get(), &interest);
+}
+
+void Engine::read_wire(Section &s, Peer &peer) {
+    const std::shared_ptr<Peer> keep = peers_.count(peer.id) != 0 ? peers_[peer.id] : nullptr;
+    while (peer.wire_open) {
+        const ssize_t n = ::recv(peer.wire.get(), peer.in.data() + peer.in_size, peer.in.size() - peer.in_size, MSG_DONTWAIT);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0 && errno == EAGAIN) return;
+        if (n <= 0) {
+            epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer.wire.get(), nullptr);
+            peer.wire_open = false;
+            peer.wire.reset();
+            end_peer(s, peer, ADT_ERR_PEER_LOST, true);
+            settle_peer(s, peer);
+            return;
+        }
+        peer.in_size += static_cast<size_t>(n);
+        if (peer.in_size < peer.in.size()) continue;
+        peer.in_size = 0;
+        peer.last_heard = clock_.now_ns();
+        WireMessage message;
+        std::memcpy(&message, peer.in.data(), sizeof(message));
+        handle(s, peer, message);
+    }
+}
+
+void Engine::handle(Section &s, Peer &peer, const WireMessage &message) {
+    switch (static_cast<Say>(message.type)) {
+        case Say::heartbeat:
+        case Say::abort:  // the bytes end by themselves; `ended` follows when they have
+            return;
+        case Say::ping:
+            send(s, peer, {static_cast<uint8_t>(Say::pong), 0, 0, 0, message.a, 0, 0});
+            return;
+        case Say::pong: {
+            if (message.a == 0) return;
+            Event event;
+            event.kind = EventKind::pong;
+            event.node = peer.node->id;
+            event.peer = peer.id;
+            event.token = message.a;
+            emit(*peer.node, event);
+            return;
+        }
+        case Say::ended: {
+            Event event;
+            event.kind = EventKind::transfer_ended;
+            event.status = message.status;
+            event.node = peer.node->id;
+            event.peer = peer.id;
+            event.token = message.a;
+            event.cache = message.b;
+            event.bytes = message.c;
+            event.opcode = message.opcode;
+            emit(*peer.node, event);
+            return;
+        }
+        case Say::fence:
+            peer.epoch = std::max(peer.epoch, static_cast<uint32_t>(message.a));
+            if ((message.flags & kClosing) != 0) {
+                peer.closed_caches.insert(message.b);
+                const auto found = peer.imports.find(message.b);
+                if (found != peer.imports.end()) {
+                    if (const std::shared_ptr<RemoteCache> cache = found->second.lock()) cache->closed = true;
+                    peer.imports.erase(found);
+                }
+            }
+            peer.fences_from_peer.push_back({message.a, message.b});
+            answer_fences(s, peer);
+            return;
+        case Say::fence_done: {
+            const auto found = std::find_if(peer.fences_on_peer.begin(), peer.fences_on_peer.end(),
+                                            [&](const FenceOnPeer &fence) { return fence.seq == message.a; });
+            if (found == peer.fences_on_peer.end()) return;
+            const FenceOnPeer fence = *found;
+            peer.fences_on_peer.erase(found);
+            finish_fence(s, peer, fence, ADT_OK);
+            return;
+        }
+        case Say::disconnect:
+            end_peer(s, peer, message.status == ADT_ERR_PEER_LOST ? ADT_ERR_PEER_LOST : ADT_ERR_CLOSED, true);
+            return;
+        case Say::goodbye:
+            peer.goodbye_received = true;
+            end_peer(s, peer, ADT_ERR_CLOSED, true);
+            settle_peer(s, peer);
+            return;
+    }
+    end_peer(s, peer, ADT_ERR_PROTOCOL, true);
+}
+
+// -------------------------------------------------------------------------------------------------------- fences
+
+uint64_t Engine::fence(const std::shared_ptr<Peer> &peer) {
+    if (in_forked_child()) return 0;
+    Section s(*this);
+    const uint64_t token = next_id_++;
+    start_fence(s, *peer, token, nullptr);
+    return token;
+}
+
+uint64_t Engine::ping(const std::shared_ptr<Peer> &peer) {
+    if (in_forked_child()) return 0;
+    Section s(*this);
+    const uint64_t token = next_id_++;
+    send(s, *peer, {static_cast<uint8_t>(Say::ping), 0, 0, 0, token, 0, 0});
+    return token;
+}
+
+void Engine::start_fence(Section &s, Peer &peer, uint64_t token, std::shared_ptr<LocalCache> closing) {
+    const uint64_t cache = closing ? closing->id : 0;
+    const FenceOnPeer fence{token, ++peer.fence_seq, std::move(closing)};
+    if (peer.state == Peer::State::quiet) {
+        finish_fence(s, peer, fence, ADT_OK);
+        return;
+    }
+    peer.fences_on_peer.push_back(fence);
+    // On an ending link the peer's goodbye, or its exit, is the answer.
+    if (peer.state != Peer::State::active) return;
+    send(s, peer, {static_cast<uint8_t>(Say::fence), cache != 0 ? kClosing : uint8_t{0}, 0, 0, fence.seq, cache, 0});
+    if (peer.fence_timer) return;
+    peer.fence_timer = true;
+    add_timer(clock_.now_ns() + peer.node->drain_ns / 4, TimerKind::fence, peer.id);
+}
+
+void Engine::finish_fence(Section &s, Peer &peer, const FenceOnPeer &fence, adt_status_t status) {
+    if (fence.closing) {
+        fence.closing->waiting_for.erase(peer.id);
+        settle_cache(s, *peer.node, *fence.closing);
+        return;
+    }
+    Event event;
+    event.kind = EventKind::fenced;
+    event.status = status;
+    event.node = peer.node->id;
+    event.peer = peer.id;
+    event.token = fence.token;
+    emit(*peer.node, event);
+}
+
+void Engine::answer_fences(Section &s, Peer &peer) {
+    auto &fences = peer.fences_from_peer;
+    for (size_t i = 0; i < fences.size();) {
+        const FenceFromPeer fence = fences[i];
+        const bool busy = peer.inline_active > 0 || std::any_of(peer.ops.begin(), peer.ops.end(), [&](const Op *op) {
+                              return op->epoch < fence.seq && (fence.cache == 0 || op->remote->id == fence.cache);
+                          });
+        if (busy) {
+            ++i;
+            continue;
+        }
+        fences.erase(fences.begin() + static_cast<std::ptrdiff_t>(i));
+        send(s, peer, {static_cast<uint8_t>(Say::fence_done), 0, 0, 0, fence.seq, fence.cache, 0});
+    }
+}
+
+bool Engine::answers_late(const Peer &peer, uint64_t now) {
+    return now > peer.last_heard && now - peer.last_heard > peer.node->drain_ns;
+}
+
+// The peer is silent, but every byte it can move here passes through this engine: shut it out instead of waiting.
+void Engine::force_fences(Section &s, Peer &peer) {
+    const auto found = peers_.find(peer.id);
+    if (found == peers_.end()) return;
+    for (const FenceOnPeer &fence : peer.fences_on_peer) {
+        if (!fence.closing) peer.min_epoch = std::max(peer.min_epoch, static_cast<uint32_t>(fence.seq));
+    }
+    s.defer([this, keep = found->second, fences = std::exchange(peer.fences_on_peer, {})] {
+        for (unsigned t = 0; t < kTransportCount; ++t) {
+            for (const FenceOnPeer &fence : fences) {
+                with_endpoint(keep, t, [&](const adt_transport_ops_t *ops, adt_transport_h handle, adt_endpoint_h endpoint) {
+                    ops->revoke(handle, endpoint, fence.closing ? fence.closing->id : 0);
+                });
+            }
+        }
+        Section section(*this);
+        for (const FenceOnPeer &fence : fences) finish_fence(section, *keep, fence, ADT_OK);
+    });
+}
+
+// ----------------------------------------------------------------------------------- what transports ask the engine
+
+void Engine::host_notify(void *ctx, adt_transport_h transport) {
+    Engine &engine = *static_cast<Engine *>(ctx);
+    for (unsigned i = 0; i < kTransportCount; ++i) {
+        if (engine.transports_[i].handle == transport) engine.poll_transport(i);
+    }
+}
+
+uint64_t Engine::host_now(void *ctx) { return static_cast<Engine *>(ctx)->clock_.now_ns(); }
+
+adt_status_t Engine::host_begin_serve(void *ctx, void *link, adt_request_t *request, void **token) {
+    Engine &engine = *static_cast<Engine *>(ctx);
+    const std::lock_guard<std::mutex> lock(engine.mu_);
+    const auto known = engine.peers_.find(id_of(link));
+    if (known == engine.peers_.end()) return ADT_ERR_PEER_LOST;
+    const Peer &peer = *known->second;
+    if (peer.state != Peer::State::active) return ADT_ERR_PEER_LOST;
+    if (request->epoch < peer.min_epoch) return ADT_ERR_FENCED;
+    const auto found = peer.node->caches.find(request->cache_id);
+    if (found == peer.node->caches.end() || found->second->closed) return ADT_ERR_NOT_FOUND;
+    LocalCache &cache = *found->second;
+    const uint32_t needed = request->opcode == ADT_READ ? ADT_REMOTE_READ : ADT_REMOTE_WRITE;
+    if ((cache.access & needed) == 0) return ADT_ERR_PERMISSION;
+    for (uint32_t i = 0; i < request->count; ++i) {
+        adt_chunk_t &chunk = request->chunks[i];
+        if (chunk.remote_tensor >= cache.geometry.num_tensors ||
+            !inside_blocks(cache.geometry, chunk.remote_offset, chunk.length)) {
+            return ADT_ERR_BOUNDS;
+        }
+        chunk.local = cache.tensors[chunk.remote_tensor] + chunk.remote_offset;
+    }
+    auto served = std::make_unique<Served>();
+    served->node = peer.node;
+    served->cache = found->second;
+    ++cache.serving;
+    *token = served.release();
+    return ADT_OK;
+}
+
+void Engine::host_end_serve(void *ctx, void *token) {
+    Engine &engine = *static_cast<Engine *>(ctx);
+    const std::unique_ptr<Served> served(static_cast<Served *>(token));
+    Section s(engine);
+    --served->cache->serving;
+    engine.settle_cache(s, *served->node, *served->cache);
+}
+
+void Engine::host_endpoint_lost(void *ctx, void *link, adt_status_t status, const char *) {
+    Engine &engine = *static_cast<Engine *>(ctx);
+    Section s(engine);
+    const auto known = engine.peers_.find(id_of(link));
+    if (known == engine.peers_.end()) return;
+    const std::shared_ptr<Peer> peer = known->second;
+    // An orderly end closes the data connections as well; its word on the engine connection was sent before.
+    engine.read_wire(s, *peer);
+    engine.end_peer(s, *peer, status, true);
+}
+
+}  // namespace adt

@@ -1,0 +1,860 @@
+// SPDX-License-Identifier: Apache-2.0
+// tcp transport: gathers straight out of registered memory and scatters straight into it, over several connections a
+// link. The owner's engine checks and answers every request natively; see tcp_frame.hpp for the wire.
+//
+// Locks. Each connection has `mu` (its state machine, held while bytes move, a millisecond at most) and `inbox_mu` (a
+// leaf: what was posted and not yet taken up). `post` takes the leaf only. The host is told of completions and losses
+// when neither is held; begin_serve and end_serve are called under `mu`.
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <system_error>
+#include <unordered_map>
+#include <vector>
+
+#include "counted.hpp"
+#include "fd.hpp"
+#include "tcp_frame.hpp"
+#include "threads.hpp"
+#include "transports.hpp"
+
+namespace adt {
+namespace {
+
+constexpr uint64_t kBatchBytes = 1 << 20;
+constexpr size_t kIov = 256;                // pieces a system call moves
+constexpr size_t kFillerBytes = 64 * 1024;
+constexpr uint64_t kTurnBytes = 4 << 20;    // what one connection moves before another gets the thread
+constexpr uint32_t kQueueDepth = 6;         // batches an endpoint has posted: two connections, three deep
+
+alignas(64) const char kFiller[kFillerBytes] = {};
+
+// A position in a list of chunks.
+struct Cursor {
+    uint32_t chunk = 0;
+    uint32_t at = 0;
+
+    void advance(const adt_chunk_t *chunks, size_t bytes) {
+        while (bytes > 0) {
+            const size_t left = chunks[chunk].length - at;
+            if (bytes < left) {
+                at += static_cast<uint32_t>(bytes);
+                return;
+            }
+            bytes -= left;
+            ++chunk;
+            at = 0;
+        }
+    }
+};
+
+struct OutFrame {
+    FrameHeader header{};
+    std::vector<FrameRun> runs;
+    const adt_chunk_t *chunks = nullptr;       // payload pieces; null once detached
+    uint32_t count = 0;
+    std::vector<adt_chunk_t> own_chunks;       // answers: storage of `chunks`
+    bool has_payload = false;
+    FrameTrailer trailer{ADT_OK, 0};
+    adt_batch_t *batch = nullptr;              // requests
+    void *served = nullptr;                    // answers that read local memory
+    uint64_t cache = 0;                        // answers: the local cache
+    // progress: bytes sent of head (header and runs), payload, trailer
+    size_t head_sent = 0;
+    uint64_t payload_sent = 0;
+    size_t trailer_sent = 0;
+    Cursor cursor;
+
+    size_t head_size() const { return sizeof(header) + runs.size() * sizeof(FrameRun); }
+    bool started() const { return head_sent > 0; }
+    uint64_t payload() const { return has_payload ? header.payload : 0; }
+};
+
+// A request of ours that waits for its answer.
+struct Waiting {
+    uint64_t seq;
+    adt_batch_t *batch;
+    FrameType answer;
+    bool detached;  // the local memory was given back: what still arrives goes to a sink
+};
+
+class Tcp;
+
+struct Connection : Counted<Live::connection> {
+    uint64_t id = 0;
+    Fd fd;
+    void *link = nullptr;
+    std::mutex mu;
+    // under mu
+    bool closed = false;
+    std::deque<OutFrame> out;
+    std::deque<Waiting> waiting;
+    uint32_t answers_queued = 0;
+    uint64_t next_seq = 1;
+    enum class Stage : uint8_t { header, runs, payload, trailer } stage = Stage::header;
+    FrameHeader in{};
+    size_t in_got = 0;
+    std::vector<FrameRun> in_runs;
+    std::vector<adt_chunk_t> in_chunks;   // a peer's write: where it lands
+    FrameTrailer in_trailer{};
+    uint64_t payload_got = 0;
+    Cursor cursor;
+    bool sink = false;
+    void *in_served = nullptr;
+    adt_status_t in_status = ADT_OK;
+    // leaf lock
+    std::mutex inbox_mu;
+    std::vector<adt_batch_t *> inbox;
+    bool busy = false;  // a thread is at work and will look into the inbox before it leaves
+    bool ended = false; // nothing is taken any more
+    std::atomic<uint64_t> outstanding{0};  // bytes posted and not completed
+};
+
+struct Endpoint {
+    void *link = nullptr;
+    std::vector<std::shared_ptr<Connection>> connections;
+};
+
+class Tcp {
+public:
+    explicit Tcp(const adt_open_params_t &params) : host_(*params.host), stepped_(params.threads == 0) {
+        epoll_ = Fd(epoll_create1(EPOLL_CLOEXEC));
+        stop_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+        if (!epoll_ || !stop_) throw std::system_error(errno, std::generic_category(), "epoll or eventfd");
+        epoll_event interest{};
+        interest.events = EPOLLIN;
+        interest.data.u64 = 0;
+        epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, stop_.get(), &interest);
+        for (unsigned i = 0; i < params.threads; ++i) {
+            threads_.push_back(start_thread("adt-io", [this] {
+                while (turn(-1)) {
+                }
+            }));
+        }
+    }
+
+    ~Tcp() {
+        const uint64_t one = 1;
+        [[maybe_unused]] const ssize_t n = ::write(stop_.get(), &one, sizeof(one));
+        for (std::thread &thread : threads_) thread.join();
+    }
+
+    bool turn(int timeout_ms);
+    adt_status_t connect(const adt_connect_params_t &params, Endpoint *&out);
+    void disconnect(Endpoint *endpoint);
+    adt_status_t post(adt_batch_t *batch);
+    void cancel(Endpoint &endpoint, uint64_t op);
+    void revoke(Endpoint &endpoint, uint64_t cache);
+
+    size_t poll(adt_completion_t *out, size_t capacity) {
+        const std::lock_guard<std::mutex> lock(mu_);
+        const size_t n = std::min(capacity, done_.size());
+        std::copy_n(done_.begin(), n, out);
+        done_.erase(done_.begin(), done_.begin() + static_cast<std::ptrdiff_t>(n));
+        return n;
+    }
+
+    adt_status_t fail(adt_status_t status, std::string text) {
+        const std::lock_guard<std::mutex> lock(mu_);
+        error_ = std::move(text);
+        return status;
+    }
+    std::string error() {
+        const std::lock_guard<std::mutex> lock(mu_);
+        return error_;
+    }
+    bool stepped() const { return stepped_; }
+
+private:
+    // What happened while a connection's lock was held and is told when it is not.
+    struct News {
+        std::vector<adt_completion_t> done;
+        bool lost = false;
+        adt_status_t status = ADT_OK;
+        std::string reason;
+    };
+
+    void work(const std::shared_ptr<Connection> &shared);
+    void tell(Connection &c, const News &news);
+    bool receive(Connection &c, News &news);
+    bool deliver(Connection &c, News &news);  // a whole frame arrived
+    bool begin_frame(Connection &c, News &news);
+    bool begin_request(Connection &c, News &news);
+    bool transmit(Connection &c, News &news);
+    void sent(Connection &c, OutFrame &frame);
+    void take_inbox(Connection &c, bool ending = false);
+    void answer(Connection &c, FrameType type, adt_status_t status, uint64_t seq, uint64_t payload, void *served);
+    void complete(Connection &c, adt_batch_t *batch, adt_status_t status, bool detached, News &news);
+    void end(Connection &c, adt_status_t status, std::string reason, News &news);
+    void end_serve(void *&token) {
+        if (token != nullptr) host_.end_serve(host_.ctx, std::exchange(token, nullptr));
+    }
+
+    const adt_host_t host_;
+    const bool stepped_;
+    Fd epoll_;
+    Fd stop_;
+    std::mutex mu_;
+    std::vector<adt_completion_t> done_;
+    std::string error_;
+    uint64_t next_id_ = 1;
+    std::unordered_map<uint64_t, std::shared_ptr<Connection>> connections_;
+    std::vector<std::thread> threads_;
+};
+
+// ------------------------------------------------------------------------------------------------- threads, events
+
+bool Tcp::turn(int timeout_ms) {
+    epoll_event event{};
+    const int n = epoll_wait(epoll_.get(), &event, 1, timeout_ms);
+    if (n <= 0) return timeout_ms < 0;
+    if (event.data.u64 == 0) return false;
+    std::shared_ptr<Connection> connection;
+    {
+        const std::lock_guard<std::mutex> lock(mu_);
+        const auto found = connections_.find(event.data.u64);
+        if (found != connections_.end()) connection = found->second;
+    }
+    if (connection) work(connection);
+    return true;
+}
+
+// Moves what can be moved on one connection, then arms it again (it is registered one-shot, so that one thread at a
+// time has it).
+void Tcp::work(const std::shared_ptr<Connection> &shared) {
+    Connection &c = *shared;
+    News news;
+    {
+        const std::lock_guard<std::mutex> lock(c.mu);
+        {
+            const std::lock_guard<std::mutex> inbox(c.inbox_mu);
+            c.busy = true;
+        }
+        for (bool again = true; again && !c.closed;) {
+            take_inbox(c);
+            if (!transmit(c, news) || !receive(c, news) || !transmit(c, news)) break;
+            const std::lock_guard<std::mutex> inbox(c.inbox_mu);
+            again = !c.inbox.empty();
+            if (again) continue;
+            c.busy = false;
+            epoll_event interest{};
+            interest.events = EPOLLIN | EPOLLONESHOT;
+            if (!c.out.empty()) interest.events |= EPOLLOUT;
+            interest.data.u64 = c.id;
+            epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, c.fd.get(), &interest);
+        }
+    }
+    tell(c, news);
+}
+
+void Tcp::tell(Connection &c, const News &news) {
+    if (!news.done.empty()) {
+        {
+            const std::lock_guard<std::mutex> lock(mu_);
+            done_.insert(done_.end(), news.done.begin(), news.done.end());
+        }
+        if (!stepped_) host_.notify(host_.ctx, reinterpret_cast<adt_transport_h>(this));
+    }
+    if (news.lost) host_.endpoint_lost(host_.ctx, c.link, news.status, news.reason.c_str());
+}
+
+void Tcp::take_inbox(Connection &c, bool ending) {
+    std::vector<adt_batch_t *> taken;
+    {
+        const std::lock_guard<std::mutex> lock(c.inbox_mu);
+        taken.swap(c.inbox);
+        c.ended = ending;
+    }
+    for (adt_batch_t *batch : taken) {
+        OutFrame frame;
+        const bool write = batch->opcode == ADT_WRITE;
+        const uint64_t seq = c.next_seq++;
+        frame.header = {FrameHeader::kMagic,
+                        static_cast<uint8_t>(write ? FrameType::write : FrameType::read),
+                        0,
+                        0,
+                        ADT_OK,
+                        batch->count,
+                        seq,
+                        *reinterpret_cast<const uint64_t *>(batch->remote),
+                        batch->op_id,
+                        batch->bytes,
+                        batch->epoch,
+                        0};
+        frame.runs.reserve(batch->count);
+        for (uint32_t i = 0; i < batch->count; ++i) {
+            const adt_chunk_t &chunk = batch->chunks[i];
+            frame.runs.push_back({chunk.remote_offset, chunk.remote_tensor, chunk.length});
+        }
+        if (write) {
+            frame.has_payload = true;
+            frame.chunks = batch->chunks;
+            frame.count = batch->count;
+        }
+        frame.batch = batch;
+        c.out.push_back(std::move(frame));
+        c.waiting.push_back({seq, batch, write ? FrameType::write_done : FrameType::read_done, false});
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------- sending
+
+bool Tcp::transmit(Connection &c, News &news) {
+    uint64_t budget = kTurnBytes;
+    while (!c.out.empty()) {
+        OutFrame &f = c.out.front();
+        iovec iov[kIov];
+        size_t n = 0;
+        if (f.head_sent < f.head_size()) {
+            if (f.head_sent < sizeof(f.header)) {
+                iov[n++] = {reinterpret_cast<char *>(&f.header) + f.head_sent, sizeof(f.header) - f.head_sent};
+            }
+            const size_t runs_sent = f.head_sent > sizeof(f.header) ? f.head_sent - sizeof(f.header) : 0;
+            const size_t runs_size = f.runs.size() * sizeof(FrameRun);
+            if (runs_sent < runs_size) {
+                iov[n++] = {reinterpret_cast<char *>(f.runs.data()) + runs_sent, runs_size - runs_sent};
+            }
+        }
+        uint64_t queued = 0;
+        const uint64_t left = f.payload() - f.payload_sent;
+        if (f.chunks != nullptr) {
+            Cursor at = f.cursor;
+            while (queued < left && n < kIov - 1) {
+                const adt_chunk_t &chunk = f.chunks[at.chunk];
+                const size_t length = chunk.length - at.at;
+                iov[n++] = {static_cast<char *>(chunk.local) + at.at, length};
+                queued += length;
+                ++at.chunk;
+                at.at = 0;
+            }
+        } else {
+            while (queued < left && n < kIov - 1) {
+                const size_t length = static_cast<size_t>(std::min<uint64_t>(kFillerBytes, left - queued));
+                iov[n++] = {const_cast<char *>(kFiller), length};
+                queued += length;
+            }
+        }
+        if (queued == left && f.has_payload) {
+            iov[n++] = {reinterpret_cast<char *>(&f.trailer) + f.trailer_sent, sizeof(f.trailer) - f.trailer_sent};
+        }
+        msghdr message{};
+        message.msg_iov = iov;
+        message.msg_iovlen = n;
+        ssize_t moved = sendmsg(c.fd.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (moved < 0) {
+            if (errno == EINTR) continue;
+            if (errno == EAGAIN) return true;
+            end(c, ADT_ERR_PEER_LOST, std::string("send: ") + std::strerror(errno), news);
+            return false;
+        }
+        auto left_to_count = static_cast<uint64_t>(moved);
+        budget -= std::min(budget, left_to_count);
+        const uint64_t head = std::min<uint64_t>(left_to_count, f.head_size() - f.head_sent);
+        f.head_sent += head;
+        left_to_count -= head;
+        const uint64_t payload = std::min(left_to_count, left);
+        f.payload_sent += payload;
+        if (f.chunks != nullptr) f.cursor.advance(f.chunks, payload);
+        f.trailer_sent += left_to_count - payload;
+        if (f.head_sent == f.head_size() && f.payload_sent == f.payload() &&
+            (!f.has_payload || f.trailer_sent == sizeof(f.trailer))) {
+            sent(c, f);
+            c.out.pop_front();
+        }
+        if (budget == 0) return true;
+    }
+    return true;
+}
+
+void Tcp::sent(Connection &c, OutFrame &frame) {
+    if (frame.batch != nullptr) return;  // a request: its answer completes it
+    --c.answers_queued;
+    end_serve(frame.served);
+}
+
+void Tcp::answer(Connection &c, FrameType type, adt_status_t status, uint64_t seq, uint64_t payload, void *served) {
+    OutFrame frame;
+    frame.header = {FrameHeader::kMagic, static_cast<uint8_t>(type), 0, 0, status, 0, seq, 0, 0, payload, 0, 0};
+    if (payload > 0) {
+        frame.has_payload = true;
+        frame.own_chunks.swap(c.in_chunks);
+        frame.chunks = frame.own_chunks.data();
+        frame.count = static_cast<uint32_t>(frame.own_chunks.size());
+        frame.served = served;
+        frame.cache = c.in.cache;
+    }
+    ++c.answers_queued;
+    c.out.push_back(std::move(frame));
+    // A moved vector keeps its storage, so `chunks` still points at it.
+}
+
+// ------------------------------------------------------------------------------------------------------ receiving
+
+bool Tcp::receive(Connection &c, News &news) {
+    uint64_t budget = kTurnBytes;
+    // Shared by whatever is thrown away; its content is never read.
+    static thread_local std::vector<char> drop(kFillerBytes);
+    while (budget > 0) {
+        iovec iov[kIov];
+        size_t n = 0;
+        uint64_t want = 0;
+        switch (c.stage) {
+            case Connection::Stage::header:
+                want = sizeof(c.in) - c.in_got;
+                iov[n++] = {reinterpret_cast<char *>(&c.in) + c.in_got, want};
+                break;
+            case Connection::Stage::runs:
+                want = c.in_runs.size() * sizeof(FrameRun) - c.in_got;
+                iov[n++] = {reinterpret_cast<char *>(c.in_runs.data()) + c.in_got, want};
+                break;
+            case Connection::Stage::trailer:
+                want = sizeof(c.in_trailer) - c.in_got;
+                iov[n++] = {reinterpret_cast<char *>(&c.in_trailer) + c.in_got, want};
+                break;
+            case Connection::Stage::payload: {
+                const uint64_t left = c.in.payload - c.payload_got;
+                if (c.sink) {
+                    want = std::min<uint64_t>(left, drop.size());
+                    iov[n++] = {drop.data(), want};
+                    break;
+                }
+                const bool read = c.in.type == static_cast<uint8_t>(FrameType::read_done);
+                const adt_chunk_t *chunks = read ? c.waiting.front().batch->chunks : c.in_chunks.data();
+                Cursor at = c.cursor;
+                while (want < left && n < kIov) {
+                    const size_t length = chunks[at.chunk].length - at.at;
+                    iov[n++] = {static_cast<char *>(chunks[at.chunk].local) + at.at, length};
+                    want += length;
+                    ++at.chunk;
+                    at.at = 0;
+                }
+                break;
+            }
+        }
+        msghdr message{};
+        message.msg_iov = iov;
+        message.msg_iovlen = n;
+        const ssize_t moved = recvmsg(c.fd.get(), &message, MSG_DONTWAIT);
+        if (moved < 0) {
+            if (errno == EINTR) continue;
+            if (errno == EAGAIN) return true;
+            end(c, ADT_ERR_PEER_LOST, std::string("receive: ") + std::strerror(errno), news);
+            return false;
+        }
+        if (moved == 0) {
+            end(c, ADT_ERR_PEER_LOST, "the peer closed the data connection", news);
+            return false;
+        }
+        const auto got = static_cast<uint64_t>(moved);
+        budget -= std::min(budget, got);
+        switch (c.stage) {
+            case Connection::Stage::header:
+                c.in_got += got;
+                if (c.in_got == sizeof(c.in) && !begin_frame(c, news)) return false;
+                break;
+            case Connection::Stage::runs:
+                c.in_got += got;
+                if (c.in_got == c.in_runs.size() * sizeof(FrameRun) && !begin_request(c, news)) return false;
+                break;
+            case Connection::Stage::payload:
+                c.payload_got += got;
+                if (!c.sink) {
+                    const bool read = c.in.type == static_cast<uint8_t>(FrameType::read_done);
+                    c.cursor.advance(read ? c.waiting.front().batch->chunks : c.in_chunks.data(), got);
+                }
+                if (c.payload_got == c.in.payload) {
+                    c.stage = Connection::Stage::trailer;
+                    c.in_got = 0;
+                }
+                break;
+            case Connection::Stage::trailer:
+                c.in_got += got;
+                if (c.in_got == sizeof(c.in_trailer) && !deliver(c, news)) return false;
+                break;
+        }
+    }
+    return true;
+}
+
+// A header is complete: checks it against every limit before it allocates or believes anything.
+bool Tcp::begin_frame(Connection &c, News &news) {
+    const FrameHeader &h = c.in;
+    c.in_got = 0;
+    c.payload_got = 0;
+    c.cursor = {};
+    c.sink = false;
+    c.in_status = ADT_OK;
+    const auto type = static_cast<FrameType>(h.type);
+    if (h.magic == FrameHeader::kMagic && (type == FrameType::read || type == FrameType::write)) {
+        if (h.count == 0 || h.count > kFrameMaxRuns || h.payload == 0 || h.payload > kFrameMaxPayload ||
+            c.answers_queued >= kMaxOutstanding) {
+            end(c, ADT_ERR_PROTOCOL, "a request beyond the limits", news);
+            return false;
+        }
+        c.in_runs.resize(h.count);
+        c.stage = Connection::Stage::runs;
+        return true;
+    }
+    if (h.magic != FrameHeader::kMagic || (type != FrameType::read_done && type != FrameType::write_done) ||
+        c.waiting.empty() || c.waiting.front().seq != h.seq || c.waiting.front().answer != type) {
+        end(c, ADT_ERR_PROTOCOL, "a frame that was not asked for", news);
+        return false;
+    }
+    const bool payload = type == FrameType::read_done && h.status == ADT_OK;
+    if (h.payload != (payload ? c.waiting.front().batch->bytes : 0)) {
+        end(c, ADT_ERR_PROTOCOL, "an answer of the wrong size", news);
+        return false;
+    }
+    if (!payload) {
+        c.in_trailer = {h.status, 0};
+        return deliver(c, news);
+    }
+    c.sink = c.waiting.front().detached;
+    c.stage = Connection::Stage::payload;
+    return true;
+}
+
+// A peer's request is complete up to its payload.
+bool Tcp::begin_request(Connection &c, News &news) {
+    const FrameHeader &h = c.in;
+    const bool write = h.type == static_cast<uint8_t>(FrameType::write);
+    uint64_t sum = 0;
+    c.in_chunks.clear();
+    for (const FrameRun &run : c.in_runs) {
+        sum += run.length;
+        c.in_chunks.push_back({nullptr, run.offset, run.tensor, run.length});
+    }
+    if (sum != h.payload) {
+        end(c, ADT_ERR_PROTOCOL, "runs that do not add up to the payload", news);
+        return false;
+    }
+    adt_request_t request{write ? ADT_WRITE : ADT_READ, h.count, c.in_chunks.data(), h.payload, h.cache, h.op, h.epoch, 0};
+    void *token = nullptr;
+    c.in_status = host_.begin_serve(host_.ctx, c.link, &request, &token);
+    if (write) {
+        c.in_served = token;
+        c.sink = c.in_status != ADT_OK;
+        c.stage = Connection::Stage::payload;
+        return true;
+    }
+    if (c.in_status == ADT_OK) {
+        answer(c, FrameType::read_done, ADT_OK, h.seq, h.payload, token);
+    } else {
+        answer(c, FrameType::read_done, c.in_status, h.seq, 0, nullptr);
+    }
+    c.stage = Connection::Stage::header;
+    c.in_got = 0;
+    return true;
+}
+
+bool Tcp::deliver(Connection &c, News &news) {
+    c.stage = Connection::Stage::header;
+    c.in_got = 0;
+    if (c.in.type == static_cast<uint8_t>(FrameType::write)) {
+        end_serve(c.in_served);
+        const adt_status_t status = c.in_status != ADT_OK ? c.in_status : c.in_trailer.status;
+        answer(c, FrameType::write_done, status, c.in.seq, 0, nullptr);
+        return true;
+    }
+    const Waiting waiting = c.waiting.front();
+    c.waiting.pop_front();
+    // A detached batch was told already as aborted; this retires it.
+    const adt_status_t status = waiting.detached ? ADT_ERR_ABORTED : c.in_trailer.status;
+    complete(c, waiting.batch, status > 0 ? ADT_ERR_PROTOCOL : status, false, news);
+    return true;
+}
+
+void Tcp::complete(Connection &c, adt_batch_t *batch, adt_status_t status, bool detached, News &news) {
+    if (!detached) c.outstanding.fetch_sub(batch->bytes, std::memory_order_relaxed);
+    news.done.push_back({batch, status, detached ? 1u : 0u});
+}
+
+// --------------------------------------------------------------------------------------------- ending, by any cause
+
+void Tcp::end(Connection &c, adt_status_t status, std::string reason, News &news) {
+    if (c.closed) return;
+    c.closed = true;
+    take_inbox(c, true);
+    for (OutFrame &frame : c.out) end_serve(frame.served);
+    end_serve(c.in_served);
+    for (const Waiting &waiting : c.waiting) complete(c, waiting.batch, status, false, news);
+    c.out.clear();
+    c.waiting.clear();
+    epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, c.fd.get(), nullptr);
+    c.fd.reset();
+    {
+        const std::lock_guard<std::mutex> lock(mu_);
+        connections_.erase(c.id);
+        error_ = reason;
+    }
+    news.lost = true;
+    news.status = status;
+    news.reason = std::move(reason);
+}
+
+adt_status_t Tcp::connect(const adt_connect_params_t &params, Endpoint *&out) {
+    std::vector<Fd> fds;
+    for (uint32_t i = 0; i < params.num_fds; ++i) fds.emplace_back(params.fds[i]);
+    if (fds.empty()) return fail(ADT_ERR_INVALID, "no data connection");
+    auto endpoint = std::make_unique<Endpoint>();
+    endpoint->link = params.link;
+    for (Fd &fd : fds) {
+        const int flags = fcntl(fd.get(), F_GETFL);
+        const int one = 1;
+        if (flags < 0 || fcntl(fd.get(), F_SETFL, flags | O_NONBLOCK) != 0) {
+            return fail(ADT_ERR_IO, std::string("data connection: ") + std::strerror(errno));
+        }
+        setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one));
+        auto connection = std::make_shared<Connection>();
+        connection->fd = std::move(fd);
+        connection->link = params.link;
+        endpoint->connections.push_back(std::move(connection));
+    }
+    const std::lock_guard<std::mutex> lock(mu_);
+    for (const std::shared_ptr<Connection> &connection : endpoint->connections) {
+        connection->id = next_id_++;
+        connections_.emplace(connection->id, connection);
+        epoll_event interest{};
+        interest.events = EPOLLIN | EPOLLONESHOT;
+        interest.data.u64 = connection->id;
+        epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, connection->fd.get(), &interest);
+    }
+    out = endpoint.release();
+    return ADT_OK;
+}
+
+void Tcp::disconnect(Endpoint *endpoint) {
+    const std::unique_ptr<Endpoint> owned(endpoint);
+    for (const std::shared_ptr<Connection> &connection : owned->connections) {
+        News news;
+        {
+            const std::lock_guard<std::mutex> lock(connection->mu);
+            end(*connection, ADT_ERR_PEER_LOST, "the link ended", news);
+        }
+        news.lost = false;  // the host knows
+        tell(*connection, news);
+    }
+}
+
+adt_status_t Tcp::post(adt_batch_t *batch) {
+    auto &endpoint = *reinterpret_cast<Endpoint *>(batch->endpoint);
+    const auto least = std::min_element(endpoint.connections.begin(), endpoint.connections.end(),
+                                        [](const auto &a, const auto &b) { return a->outstanding < b->outstanding; });
+    Connection &c = **least;
+    const std::lock_guard<std::mutex> lock(c.inbox_mu);
+    if (c.ended) return ADT_ERR_PEER_LOST;
+    c.outstanding.fetch_add(batch->bytes, std::memory_order_relaxed);
+    c.inbox.push_back(batch);
+    if (c.busy || c.inbox.size() > 1) return ADT_OK;  // somebody is about to look
+    epoll_event interest{};
+    interest.events = EPOLLIN | EPOLLOUT | EPOLLONESHOT;
+    interest.data.u64 = c.id;
+    epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, c.fd.get(), &interest);
+    return ADT_OK;
+}
+
+// Takes one operation's batches off local memory at once.
+void Tcp::cancel(Endpoint &endpoint, uint64_t op) {
+    for (const std::shared_ptr<Connection> &connection : endpoint.connections) {
+        Connection &c = *connection;
+        News news;
+        {
+            const std::lock_guard<std::mutex> lock(c.mu);
+            if (c.closed) continue;
+            take_inbox(c);
+            for (auto frame = c.out.begin(); frame != c.out.end();) {
+                if (frame->batch == nullptr || frame->batch->op_id != op || frame->started()) {
+                    ++frame;
+                    continue;
+                }
+                // Nothing of it is on the wire: it never was. Its number must not be waited for either.
+                adt_batch_t *batch = frame->batch;
+                c.waiting.erase(std::find_if(c.waiting.begin(), c.waiting.end(),
+                                             [&](const Waiting &waiting) { return waiting.batch == batch; }));
+                frame = c.out.erase(frame);
+                complete(c, batch, ADT_ERR_ABORTED, false, news);
+            }
+            for (OutFrame &frame : c.out) {
+                if (frame.batch == nullptr || frame.batch->op_id != op || frame.chunks == nullptr) continue;
+                frame.chunks = nullptr;  // the rest comes from the filler
+                frame.trailer.status = ADT_ERR_ABORTED;
+            }
+            for (Waiting &waiting : c.waiting) {
+                if (waiting.batch->op_id != op || waiting.detached) continue;
+                waiting.detached = true;
+                complete(c, waiting.batch, ADT_ERR_ABORTED, true, news);
+            }
+            if (c.stage == Connection::Stage::payload && c.in.type == static_cast<uint8_t>(FrameType::read_done) &&
+                c.waiting.front().detached) {
+                c.sink = true;
+            }
+        }
+        tell(c, news);
+    }
+}
+
+// Takes what is being served to this peer off local memory at once.
+void Tcp::revoke(Endpoint &endpoint, uint64_t cache) {
+    for (const std::shared_ptr<Connection> &connection : endpoint.connections) {
+        Connection &c = *connection;
+        const std::lock_guard<std::mutex> lock(c.mu);
+        if (c.closed) continue;
+        if (c.in_served != nullptr && (cache == 0 || c.in.cache == cache)) {
+            c.sink = true;
+            c.in_status = ADT_ERR_FENCED;
+            end_serve(c.in_served);
+        }
+        for (OutFrame &frame : c.out) {
+            if (frame.served == nullptr || (cache != 0 && frame.cache != cache)) continue;
+            if (!frame.started()) {
+                frame.has_payload = false;
+                frame.header.payload = 0;
+                frame.header.status = ADT_ERR_FENCED;
+            }
+            frame.chunks = nullptr;
+            frame.trailer.status = ADT_ERR_FENCED;
+            end_serve(frame.served);
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------- ops table
+
+Tcp &tcp(adt_transport_h handle) { return *reinterpret_cast<Tcp *>(handle); }
+
+void probe(adt_probe_t *out) {
+    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    out->usable = fd >= 0 ? 1 : 0;
+    if (fd < 0) {
+        std::snprintf(out->reason, sizeof(out->reason), "socket: %s", std::strerror(errno));
+        return;
+    }
+    close(fd);
+    std::snprintf(out->reason, sizeof(out->reason), "sockets work");
+}
+
+adt_status_t open_tcp(const adt_open_params_t *params, adt_transport_h *out) {
+    try {
+        *out = reinterpret_cast<adt_transport_h>(new Tcp(*params));
+        return ADT_OK;
+    } catch (...) {
+        return ADT_ERR_NO_MEMORY;
+    }
+}
+
+void close_tcp(adt_transport_h handle) { delete &tcp(handle); }
+
+// The engine serves peers' requests from its own table, so there is nothing to register, and a key says only that tcp
+// reaches the cache.
+adt_status_t reg_mem(adt_transport_h, const adt_memory_t *, adt_mem_h *out) {
+    *out = nullptr;
+    return ADT_OK;
+}
+void dereg_mem(adt_transport_h, adt_mem_h) {}
+adt_status_t export_key(adt_transport_h, adt_mem_h, void *, size_t, size_t *size) {
+    *size = 0;
+    return ADT_OK;
+}
+
+adt_status_t import_key(adt_transport_h, adt_endpoint_h, uint64_t cache_id, const adt_geometry_t *, const adt_key_t *,
+                        adt_remote_h *out, adt_path_t *path) {
+    try {
+        *out = reinterpret_cast<adt_remote_h>(new uint64_t(cache_id));
+    } catch (...) {
+        return ADT_ERR_NO_MEMORY;
+    }
+    *path = {"tcp", kBatchBytes, kFrameMaxRuns, 0};
+    return ADT_OK;
+}
+
+void release_key(adt_transport_h, adt_remote_h remote) { delete reinterpret_cast<uint64_t *>(remote); }
+
+adt_status_t connect_tcp(adt_transport_h handle, const adt_connect_params_t *params, adt_endpoint_h *out) {
+    try {
+        Endpoint *endpoint = nullptr;
+        const adt_status_t status = tcp(handle).connect(*params, endpoint);
+        *out = reinterpret_cast<adt_endpoint_h>(endpoint);
+        return status;
+    } catch (...) {
+        return ADT_ERR_NO_MEMORY;
+    }
+}
+
+void disconnect_tcp(adt_transport_h handle, adt_endpoint_h endpoint) {
+    tcp(handle).disconnect(reinterpret_cast<Endpoint *>(endpoint));
+}
+
+adt_status_t post(adt_transport_h handle, adt_batch_t *const *batches, size_t count, size_t *posted) {
+    for (*posted = 0; *posted < count; ++*posted) {
+        const adt_status_t status = tcp(handle).post(batches[*posted]);
+        if (status != ADT_OK) return status;
+    }
+    return ADT_OK;
+}
+
+size_t poll_tcp(adt_transport_h handle, adt_completion_t *out, size_t capacity) {
+    if (tcp(handle).stepped()) {
+        while (tcp(handle).turn(0)) {
+        }
+    }
+    return tcp(handle).poll(out, capacity);
+}
+
+adt_status_t cancel(adt_transport_h handle, adt_endpoint_h endpoint, uint64_t op) {
+    tcp(handle).cancel(*reinterpret_cast<Endpoint *>(endpoint), op);
+    return ADT_OK;
+}
+
+adt_status_t revoke(adt_transport_h handle, adt_endpoint_h endpoint, uint64_t cache) {
+    tcp(handle).revoke(*reinterpret_cast<Endpoint *>(endpoint), cache);
+    return ADT_OK;
+}
+
+void last_error(adt_transport_h handle, char *buffer, size_t capacity) {
+    std::snprintf(buffer, capacity, "%s", tcp(handle).error().c_str());
+}
+
+}  // namespace
+
+const adt_transport_ops_t kTcpOps = {
+    ADT_ABI_VERSION,
+    sizeof(adt_transport_ops_t),
+    "tcp",
+    0,
+    kQueueDepth,
+    probe,
+    open_tcp,
+    close_tcp,
+    reg_mem,
+    dereg_mem,
+    export_key,
+    import_key,
+    release_key,
+    connect_tcp,
+    disconnect_tcp,
+    post,
+    adt_unsupported_execute,
+    poll_tcp,
+    adt_no_event_fd,
+    adt_always_armed,
+    cancel,
+    revoke,
+    last_error,
+};
+
+}  // namespace adt

@@ -1,0 +1,785 @@
+"""Caches and their transfers: `CacheManager`, one per DataDist.
+
+Memory. A registered cache keeps its tensors alive until `CacheManager.unregister_cache` has ended: then no peer and no
+operation can touch them. A running transfer keeps both caches alive by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import itertools
+import math
+import os
+from collections.abc import Callable, Sequence
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Final, Literal, SupportsIndex, TypeAlias
+
+import numpy as np
+
+from . import _core
+from ._buffers import BufferView, collect
+from .control.table import LocalRecord, RemoteEntry
+from .errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CacheAccessError,
+    CacheExists,
+    CacheMismatch,
+    CacheNotFound,
+    ClosedError,
+    DataDistError,
+    MemoryStillExposed,
+    NotLinkedError,
+    RegistrationError,
+)
+from .transfer import Operation, Transfer
+from .types import BlocksCacheKey, CacheDesc, CacheKeyByIdAndIndex, Geometry, as_integer
+
+if TYPE_CHECKING:
+    from .datadist import DataDist
+
+__all__ = ["DEFAULT_TIMEOUT", "Cache", "CacheManager"]
+
+
+class _Default(enum.Enum):
+    TIMEOUT = "Config's default"
+
+
+DEFAULT_TIMEOUT: Final = _Default.TIMEOUT
+"""Stands for the default of `Config` where a timeout is omitted; None means none."""
+
+Timeout: TypeAlias = float | None | Literal[_Default.TIMEOUT]
+Blocks: TypeAlias = Sequence[SupportsIndex] | np.ndarray[Any, Any]
+RemoteKey: TypeAlias = BlocksCacheKey | CacheKeyByIdAndIndex
+Access: TypeAlias = Literal["r", "rw"] | None
+
+# What numpy calls the bits of a dtype that it does not have.
+_BITS: Final = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+_ALIGNMENT: Final = 4096
+
+
+class Cache:
+    """A cache of this DataDist: same-shaped tensors ``[num_blocks, ...]``, usually K, V of each layer in turn.
+
+    Made by `CacheManager.register_blocks_cache` and `CacheManager.allocate_blocks_cache`.
+
+    Attributes
+    ----------
+    id : int
+        Never used again by this DataDist; peers may name the cache by it.
+    geometry : Geometry
+        Shape, dtype and strides, in elements and bytes.
+    key : BlocksCacheKey or None
+        Under which peers find it.
+    remote : {"rw", "r", None}
+        What peers may do: read and write, read, or nothing.
+    tensors : tuple
+        The tensors as registered; for an allocated cache numpy arrays over library memory. dtypes that numpy lacks
+        (bfloat16, float8) show as unsigned integers of the same size. Kept alive until the cache is quiet.
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        cache_id: int,
+        views: list[BufferView],
+        geometry: Geometry,
+        key: BlocksCacheKey | None,
+        remote: Access,
+        tensors: tuple[Any, ...],
+        region: _core.Region | None,
+    ) -> None:
+        self.id = cache_id
+        self.geometry = geometry
+        self.key = key
+        self.remote = remote
+        self.tensors = tensors
+        self.read_only = any(view.readonly for view in views)
+        self._manager = manager
+        self._views = views
+        self._region = region
+        self._native: _core.LocalCache | None = None
+        self._state: Literal["registering", "ready", "failed", "closing", "closed"] = "registering"
+        self._registered: asyncio.Future[None] = manager._loop.create_future()
+        self._quiet: asyncio.Future[None] = manager._loop.create_future()
+
+    def __repr__(self) -> str:
+        return f"<Cache {self.id}: {self._state}, {self.geometry.num_tensors} x {self.geometry.shape} {self.geometry.dtype}>"
+
+    @property
+    def closed(self) -> bool:
+        """Whether unregistering has begun."""
+        return self._state in ("closing", "closed", "failed")
+
+    async def ready(self) -> None:
+        """Wait until the transports know the memory; from then on peers see the cache.
+
+        Raises
+        ------
+        RegistrationError
+            A transport refused the memory, or an address is not mapped.
+        ClosedError
+            The cache was unregistered meanwhile.
+        """
+        await asyncio.shield(self._registered)
+
+
+class CacheManager:
+    """Registers caches and moves blocks. Belongs to the loop and the thread of its DataDist (`dd.cache_manager`)."""
+
+    def __init__(self, dd: DataDist) -> None:
+        self._dd = dd
+        self._loop = dd._loop
+        self._caches: dict[int, Cache] = {}
+        self._keys: dict[int, Cache] = {}
+        self._ids = itertools.count(1)
+        self._default_seconds = dd._config.transfer_timeout or 0.0
+
+    @property
+    def caches(self) -> dict[int, Cache]:
+        """The registered caches by id, as a snapshot."""
+        return dict(self._caches)
+
+    # Registering. --------------------------------------------------------------------------------------------
+
+    def register_blocks_cache(
+        self,
+        x: Sequence[Any],
+        *,
+        desc: CacheDesc | None = None,
+        key: BlocksCacheKey | None = None,
+        remote: Access = "rw",
+    ) -> Cache:
+        """Register tensors whose dimension 0 counts blocks.
+
+        Parameters
+        ----------
+        x : sequence
+            Tensors of one shape, dtype and stride: numpy arrays, torch CPU tensors, objects with the array interface,
+            the buffer protocol or DLPack, or raw addresses (int) with `desc`. Within a block memory is C-contiguous.
+        desc : CacheDesc, optional
+            Required for raw addresses; gives the dtype to arrays that carry the bits of another one (bfloat16).
+        key : BlocksCacheKey, optional
+            Lets peers find the cache. One cache a model id. Its cluster id must be this DataDist's.
+        remote : {"rw", "r", None}
+            What peers may do. Read-only memory takes ``"r"`` or None.
+
+        Returns
+        -------
+        Cache
+            At once; registering goes on off the loop, see `Cache.ready`. Transfers wait for it by themselves. The
+            cache keeps the tensors alive; memory behind raw addresses stays the caller's to keep until
+            `unregister_cache` has ended.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError, CacheMismatch
+            What is wrong with the tensors, with the index of the first that is.
+        CacheAccessError
+            Read-only memory with ``remote="rw"``.
+        CacheExists
+            The key's model id is taken.
+        """
+        self._dd._check_usable()
+        self._check_registration(key, remote)
+        views, geometry = collect(x, desc)
+        if remote == "rw":
+            for index, view in enumerate(views):
+                if view.readonly:
+                    raise CacheAccessError(
+                        f"tensor {index} is read-only and remote='rw' lets peers write it",
+                        hint='register it with remote="r" (peers may only read) or remote=None',
+                    )
+        read_only = _check_mapped(views, writable=remote == "rw")
+        cache = self._add(views, geometry, key, remote, tuple(x), None)
+        cache.read_only |= read_only
+        return cache
+
+    def allocate_blocks_cache(
+        self, desc: CacheDesc, *, key: BlocksCacheKey | None = None, remote: Access = "rw"
+    ) -> Cache:
+        """Allocate a cache in library memory, which same-host peers map: the fastest path between processes.
+
+        Parameters
+        ----------
+        desc : CacheDesc
+            Number of tensors, shape ``[num_blocks, ...]`` and dtype. Strides with gaps are not supported here.
+        key, remote
+            As for `register_blocks_cache`.
+
+        Returns
+        -------
+        Cache
+            With zeroed `tensors`. The memory is freed when the cache is deallocated and the last array over it is gone.
+
+        Raises
+        ------
+        OutOfMemoryError
+            The kernel gives no more memory or descriptors.
+        """
+        self._dd._check_usable()
+        self._check_registration(key, remote)
+        if not isinstance(desc, CacheDesc):
+            raise ArgumentTypeError(f"desc must be a CacheDesc, got {type(desc).__name__}")
+        if desc.stride not in (None, desc.block_bytes):
+            raise ArgumentError(
+                f"stride={desc.stride} leaves gaps in a cache to allocate", hint="omit stride"
+            )
+        step = -(-desc.tensor_bytes // _ALIGNMENT) * _ALIGNMENT
+        region = _core.Region(step * desc.num_tensors)
+        dtype = np.dtype(_BITS.get(desc.dtype, desc.dtype))
+        count = math.prod(desc.shape)
+        tensors = tuple(
+            np.frombuffer(region, dtype=dtype, count=count, offset=i * step).reshape(desc.shape)
+            for i in range(desc.num_tensors)
+        )
+        views, geometry = collect(tensors, desc)
+        return self._add(views, geometry, key, remote, tensors, region)
+
+    def _check_registration(self, key: BlocksCacheKey | None, remote: Access) -> None:
+        if remote not in ("rw", "r", None):
+            raise ArgumentError(f"remote={remote!r} is unknown", hint='give "rw", "r" or None')
+        if key is None:
+            return
+        if not isinstance(key, BlocksCacheKey):
+            raise ArgumentTypeError(f"key must be a BlocksCacheKey, got {type(key).__name__}")
+        if key.cluster_id != self._dd.cluster_id:
+            raise ArgumentError(
+                f"key names cluster {key.cluster_id}, and this is cluster {self._dd.cluster_id}",
+                hint=f"give BlocksCacheKey({self._dd.cluster_id}, model_id={key.model_id})",
+            )
+        if remote is None:
+            raise ArgumentError("a key is for peers, and remote=None keeps them out", hint="omit key")
+        taken = self._keys.get(key.model_id)
+        if taken is not None:
+            raise CacheExists(
+                f"model_id={key.model_id} belongs to cache {taken.id}", hint="unregister that cache first"
+            )
+
+    def _add(
+        self,
+        views: list[BufferView],
+        geometry: Geometry,
+        key: BlocksCacheKey | None,
+        remote: Access,
+        tensors: tuple[Any, ...],
+        region: _core.Region | None,
+    ) -> Cache:
+        cache = Cache(self, next(self._ids), views, geometry, key, remote, tensors, region)
+        self._caches[cache.id] = cache
+        if key is not None:
+            self._keys[key.model_id] = cache
+        populate = self._dd._config.populate_limit if region is not None else 0
+        work = self._loop.run_in_executor(None, self._register_natively, cache)
+        work.add_done_callback(lambda done: self._registered(cache, done))
+        if region is not None and populate > 0:
+            self._loop.run_in_executor(None, region.populate, populate)
+        return cache
+
+    def _register_natively(self, cache: Cache) -> _core.LocalCache:
+        """Register with the transports; runs in a worker thread, because pinning large memory takes long."""
+        geometry = cache.geometry
+        return self._dd._node.register_cache(
+            cache.id,
+            [view.address for view in cache._views],
+            geometry.num_blocks,
+            geometry.block_bytes,
+            geometry.stride,
+            cache.remote is not None,
+            cache.remote == "rw",
+            cache._region,
+        )
+
+    def _registered(self, cache: Cache, done: asyncio.Future[_core.LocalCache]) -> None:
+        failure = done.exception() if not done.cancelled() else ClosedError("the DataDist was closed")
+        if failure is not None:
+            error = RegistrationError(f"cache {cache.id} cannot be registered: {failure}")
+            error.__cause__ = failure
+            cache._state = "failed"
+            self._forget(cache)
+            _settle(cache._registered, error)
+            _settle(cache._quiet, None)
+            return
+        native = cache._native = done.result()
+        if cache._state == "closing":  # unregistered before it was ready
+            _settle(cache._registered, ClosedError(f"cache {cache.id} was unregistered before it was ready"))
+            native.close()
+            return
+        cache._state = "ready"
+        if cache.remote is not None:
+            self._dd._table.add(LocalRecord(cache.id, cache.key, cache.geometry, cache.remote, native))
+        _settle(cache._registered, None)
+
+    def _forget(self, cache: Cache) -> None:
+        self._caches.pop(cache.id, None)
+        if cache.key is not None and self._keys.get(cache.key.model_id) is cache:
+            del self._keys[cache.key.model_id]
+
+    # Unregistering. ------------------------------------------------------------------------------------------
+
+    def unregister_cache(self, cache: Cache, *, timeout: float | None = None) -> Transfer[None]:
+        """Take a cache back.
+
+        New transfers on it are refused at once, here and at every peer; running ones finish. The transfer ends when
+        neither a peer nor an operation can touch the memory any more. A silent tcp peer is shut out after
+        `Config.drain_timeout`; a stopped process on this host must answer or exit first.
+
+        Parameters
+        ----------
+        cache : Cache
+            Of this DataDist.
+        timeout : float or None
+            Seconds to wait; None waits as long as it takes.
+
+        Returns
+        -------
+        Transfer
+            Cancelling the wait does not undo the unregistering, which goes on; the tensors stay referenced until the
+            memory is quiet.
+
+        Raises (when awaited)
+        ---------------------
+        MemoryStillExposed
+            The time passed. Waiting again (another call) is fine.
+        """
+        self._dd._check_usable()
+        self._check_own(cache)
+        seconds = _seconds(timeout, 0.0)
+        transfer: Operation[None] = Operation(loop=self._loop)
+        transfer._on_cancel = transfer._finish_cancelled
+        if cache._state in ("registering", "ready"):
+            registered = cache._state == "ready"
+            cache._state = "closing"
+            self._dd._table.remove(cache.id)
+            if cache.key is not None and self._keys.get(cache.key.model_id) is cache:
+                del self._keys[cache.key.model_id]
+            if registered and cache._native is not None:
+                cache._native.close()
+        quiet = cache._quiet
+        timer = None
+        if seconds:
+            timer = self._loop.call_later(
+                seconds,
+                lambda: transfer._fail(
+                    MemoryStillExposed(
+                        f"cache {cache.id} may still be touched by a peer after {seconds} s",
+                        caches=[cache.id],
+                    )
+                ),
+            )
+
+        def finish(done: asyncio.Future[None]) -> None:
+            if timer is not None:
+                timer.cancel()
+            transfer._finish(None)
+
+        quiet.add_done_callback(finish)
+        return transfer
+
+    def deallocate_cache(self, cache: Cache, *, timeout: float | None = None) -> Transfer[None]:
+        """Take back a cache of `allocate_blocks_cache`; its memory goes with the last array over it.
+
+        As `unregister_cache`, and only for allocated caches.
+        """
+        self._check_own(cache)
+        if cache._region is None:
+            raise ArgumentError(
+                f"cache {cache.id} was registered, not allocated", hint="use unregister_cache"
+            )
+        return self.unregister_cache(cache, timeout=timeout)
+
+    def _check_own(self, cache: Cache) -> None:
+        if not isinstance(cache, Cache):
+            raise ArgumentTypeError(f"expected a Cache, got {type(cache).__name__}")
+        if cache._manager is not self:
+            raise ArgumentError(
+                f"cache {cache.id} belongs to another DataDist", hint="use its own cache_manager"
+            )
+
+    def _on_cache_quiet(self, cache_id: int) -> None:
+        cache = self._caches.get(cache_id)
+        if cache is None:
+            return
+        cache._state = "closed"
+        self._forget(cache)
+        # The caller's memory is the caller's again.
+        cache.tensors = ()
+        cache._views = []
+        cache._region = None
+        cache._native = None
+        _settle(cache._quiet, None)
+
+    # Transfers. ----------------------------------------------------------------------------------------------
+
+    def pull_blocks(
+        self,
+        src_key: RemoteKey,
+        dst_cache: Cache,
+        src_blocks: Blocks,
+        dst_blocks: Blocks,
+        *,
+        src_layer_range: range | None = None,
+        dst_layer_range: range | None = None,
+        tensor_num_per_layer: int = 2,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        notify: bytes | None = None,
+    ) -> Transfer[None]:
+        """Copy blocks of a peer's cache into a cache of this DataDist.
+
+        Parameters
+        ----------
+        src_key : BlocksCacheKey or CacheKeyByIdAndIndex
+            Names the peer and its cache.
+        dst_cache : Cache
+            Writable.
+        src_blocks, dst_blocks : sequence or array of int
+            Block ``src_blocks[i]`` of each tensor goes to block ``dst_blocks[i]``. Of one length, which may be 0: then
+            the transfer ends well at once. A destination may appear once, a source any number of times. Read during
+            the call only.
+        src_layer_range, dst_layer_range : range, optional
+            Layers to copy, step 1: tensors ``start * tensor_num_per_layer`` to ``stop * tensor_num_per_layer``.
+            Omitted: all tensors of that side. Both sides must name the same number of tensors.
+        tensor_num_per_layer : int
+        timeout : float or None, optional
+            Seconds until the transfer is ended; omitted: `Config.transfer_timeout`, None: no deadline.
+        notify : bytes, optional
+            Delivered to the peer's `DataDist.notifications` after the data has landed.
+
+        Returns
+        -------
+        Transfer
+            Started. Small ones over shm may be done already. The library owns the destination blocks until it is done,
+            whatever the outcome; cancelling drains first. Their content is undefined unless it ended well.
+
+        Raises
+        ------
+        BlockIndexError, CacheMismatch, CacheNotFound, CacheAccessError, NotLinkedError, ArgumentError, ClosedError
+            What is wrong with the call; nothing has started.
+        """
+        dd = self._dd
+        try:
+            pair = dd._links[src_key[0]].table[src_key].pairs[dst_cache.id]
+            if get_ident() != dd._thread_id or dst_cache._manager is not self or dst_cache._state != "ready":
+                pair = None
+        except (KeyError, TypeError, AttributeError, IndexError):
+            pair = None
+        return self._start(
+            _core.READ, pair, src_key, dst_cache, src_blocks, dst_blocks, src_layer_range, dst_layer_range,
+            tensor_num_per_layer, timeout, notify,
+        )  # fmt: skip
+
+    def push_blocks(
+        self,
+        dst_key: RemoteKey,
+        src_cache: Cache,
+        src_blocks: Blocks,
+        dst_blocks: Blocks,
+        *,
+        src_layer_range: range | None = None,
+        dst_layer_range: range | None = None,
+        tensor_num_per_layer: int = 2,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        notify: bytes | None = None,
+    ) -> Transfer[None]:
+        """Copy blocks of a cache of this DataDist into a peer's cache.
+
+        As `pull_blocks` with the sides exchanged. The transfer is done when the bytes are visible in the peer's memory;
+        the peer must have registered its cache with ``remote="rw"``. If it ends other than well, the peer's blocks are
+        undefined too, and its `DataDist.fence` tells when they are quiet.
+        """
+        dd = self._dd
+        try:
+            pair = dd._links[dst_key[0]].table[dst_key].pairs[src_cache.id]
+            if get_ident() != dd._thread_id or src_cache._manager is not self or src_cache._state != "ready":
+                pair = None
+        except (KeyError, TypeError, AttributeError, IndexError):
+            pair = None
+        return self._start(
+            _core.WRITE, pair, dst_key, src_cache, src_blocks, dst_blocks, src_layer_range, dst_layer_range,
+            tensor_num_per_layer, timeout, notify,
+        )  # fmt: skip
+
+    def _start(
+        self,
+        opcode: int,
+        pair: _core.Pair | None,
+        key: RemoteKey,
+        cache: Cache,
+        src_blocks: Blocks,
+        dst_blocks: Blocks,
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+        timeout: Timeout,
+        notify: bytes | None,
+    ) -> Transfer[None]:
+        if pair is None:
+            entry = self._entry(key, cache)
+            if cache._state == "registering":
+                return self._start_when_ready(
+                    cache,
+                    lambda: self._start(
+                        opcode, None, key, cache, src_blocks, dst_blocks, src_layer_range, dst_layer_range,
+                        tensor_num_per_layer, timeout, notify,
+                    ),
+                )  # fmt: skip
+            pair = self._pair(entry, cache)
+        else:
+            entry = pair.pin[0]
+        if opcode == _core.READ:
+            if cache.read_only:
+                raise CacheAccessError(
+                    f"cache {cache.id} is read-only memory and cannot be pulled into",
+                    hint="register writable memory as a destination",
+                )
+            local_blocks, remote_blocks = dst_blocks, src_blocks
+        else:
+            if entry.access != "rw":
+                raise CacheAccessError(
+                    f"the peer registered its cache {entry.cache_id} for reading only",
+                    peer=key[0],
+                    hint='register it with remote="rw" there',
+                )
+            local_blocks, remote_blocks = src_blocks, dst_blocks
+        if src_layer_range is None and dst_layer_range is None:
+            tensors = cache.geometry.num_tensors
+            local_tensor = remote_tensor = 0
+            if tensors != entry.geometry.num_tensors:
+                cache.geometry.require_match(entry.geometry, ("num_tensors",), peer=key[0])
+        else:
+            local_range, remote_range = (
+                (dst_layer_range, src_layer_range)
+                if opcode == _core.READ
+                else (src_layer_range, dst_layer_range)
+            )
+            local_tensor, tensors = _tensor_range(local_range, tensor_num_per_layer, cache.geometry, "local")
+            remote_tensor, remote_tensors = _tensor_range(
+                remote_range, tensor_num_per_layer, entry.geometry, "remote"
+            )
+            if tensors != remote_tensors:
+                raise CacheMismatch(
+                    f"the layer ranges name {tensors} local and {remote_tensors} remote tensors",
+                    field="num_tensors",
+                    local=tensors,
+                    remote=remote_tensors,
+                    peer=key[0],
+                    hint="give layer ranges of one length",
+                )
+        seconds = self._default_seconds if timeout is DEFAULT_TIMEOUT else _seconds(timeout, 0.0)
+        transfer: Transfer[None] = Transfer(loop=self._loop)
+        counters = entry.link._counters
+        transfer._counters = counters
+        transfer._pull = opcode == _core.READ
+        transfer._peer = key[0]
+        if notify is not None:
+            transfer._then = self._notifier(entry, notify)
+        counters.started += 1
+        try:
+            pair.submit(
+                transfer, opcode, local_blocks, remote_blocks, local_tensor, remote_tensor, tensors, seconds
+            )
+        except BaseException:
+            counters.started -= 1
+            raise
+        return transfer
+
+    def _entry(self, key: RemoteKey, cache: Cache) -> RemoteEntry:
+        """Find the peer's cache, or explain why there is none."""
+        dd = self._dd
+        dd._check_usable()
+        if not isinstance(key, (BlocksCacheKey, CacheKeyByIdAndIndex)):
+            raise ArgumentTypeError(
+                f"expected a BlocksCacheKey or CacheKeyByIdAndIndex, got {type(key).__name__}"
+            )
+        self._check_own(cache)
+        if cache.closed:
+            raise ClosedError(f"cache {cache.id} is unregistered")
+        if key.cluster_id == dd.cluster_id:
+            raise ArgumentError(
+                f"cluster {key.cluster_id} is this DataDist itself", hint="copy within the process instead"
+            )
+        link = dd._links.get(key.cluster_id)
+        if link is None:
+            raise NotLinkedError(
+                f"cluster {key.cluster_id} is not linked",
+                peer=key.cluster_id,
+                hint=f"await dd.link(ClusterInfo({key.cluster_id}, ...)) first",
+            )
+        entry = link.table.get(key)
+        if entry is None and isinstance(key, CacheKeyByIdAndIndex) and key.batch_index != 0:
+            if key._replace(batch_index=0) in link.table:
+                raise ArgumentError(
+                    f"batch_index={key.batch_index} on a cache that is accessed by blocks",
+                    hint="omit batch_index",
+                )
+        if entry is None:
+            raise CacheNotFound(
+                f"cluster {key.cluster_id} has no cache under {key}",
+                peer=key.cluster_id,
+                hint="the peer registers it under that key, and unregisters it only afterwards",
+            )
+        return entry
+
+    def _pair(self, entry: RemoteEntry, cache: Cache) -> _core.Pair:
+        """Compare the geometries once and keep the result for the next transfers."""
+        if entry.native is None:
+            raise (
+                entry.error
+                if entry.error is not None
+                else CacheNotFound(
+                    f"cache {entry.cache_id} was closed by its owner", peer=entry.link.cluster_id
+                )
+            )
+        cache.geometry.require_match(entry.geometry, ("dtype", "block_shape"), peer=entry.link.cluster_id)
+        assert cache._native is not None
+        # The pins: a transfer that holds the pair holds the tensors of its own side.
+        pair = _core.Pair(cache._native, entry.native, (entry, cache))
+        entry.pairs[cache.id] = pair
+        return pair
+
+    def _start_when_ready(self, cache: Cache, start: Callable[[], Transfer[None]]) -> Transfer[None]:
+        transfer: Operation[None] = Operation(loop=self._loop)
+        transfer._on_cancel = transfer._finish_cancelled
+
+        def begin(registered: asyncio.Future[None]) -> None:
+            if transfer.done():
+                return
+            error = registered.exception()
+            if error is None:
+                try:
+                    transfer._follow(start())
+                    return
+                except DataDistError as why:
+                    error = why
+            transfer._fail(error)
+
+        cache._registered.add_done_callback(begin)
+        return transfer
+
+    def _notifier(self, entry: RemoteEntry, payload: bytes) -> Callable[[Transfer[Any]], None]:
+        """Return what ends a transfer after its notification was handed over."""
+        if not isinstance(payload, (bytes, bytearray, memoryview)):
+            raise ArgumentTypeError(f"notify must be bytes, got {type(payload).__name__}")
+        payload = bytes(payload)
+        limit = self._dd._config.notify_max_bytes
+        if len(payload) > limit:
+            raise ArgumentError(
+                f"notify has {len(payload)} bytes, more than {limit}",
+                hint="send a reference, or raise notify_max_bytes",
+            )
+
+        def then(transfer: Transfer[Any]) -> None:
+            told = entry.link.post_notification(payload)
+            transfer._on_cancel = lambda: told.cancel() and None
+
+            def end(done: asyncio.Future[None]) -> None:
+                error = None if done.cancelled() else done.exception()
+                if done.cancelled():
+                    transfer._finish_cancelled()
+                elif error is not None:
+                    transfer._fail(error)
+                else:
+                    transfer._finish(None)
+
+            told.add_done_callback(end)
+
+        return then
+
+
+def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:
+    if future.done() or future.get_loop().is_closed():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+        future.exception()  # whoever waits still gets it; nobody has to
+
+
+def _seconds(timeout: float | None, none: float) -> float:
+    """Check a timeout in seconds; `none` stands for None."""
+    if timeout is None:
+        return none
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float, np.floating, np.integer)):
+        raise ArgumentTypeError(f"timeout must be seconds or None, got {timeout!r:.80}")
+    seconds = float(timeout)
+    if not 0.0 < seconds <= 1e9:
+        raise ArgumentError(
+            f"timeout={timeout} is not a positive number of seconds up to 1e9", hint="None means no deadline"
+        )
+    return seconds
+
+
+def _tensor_range(layers: range | None, per_layer: int, geometry: Geometry, side: str) -> tuple[int, int]:
+    """Return the first tensor and the number of tensors of a layer range."""
+    count = as_integer(per_layer, "tensor_num_per_layer", low=1, high=2**32 - 1)
+    if layers is None:
+        return 0, geometry.num_tensors
+    if not isinstance(layers, range):
+        raise ArgumentTypeError(f"a layer range must be a range, got {type(layers).__name__}")
+    if layers.step != 1 or layers.start < 0:
+        raise ArgumentError(
+            f"{layers} must start at 0 or above and have step 1", hint="give range(start, stop)"
+        )
+    if geometry.num_tensors % count:
+        raise ArgumentError(
+            f"the {side} cache has {geometry.num_tensors} tensors, not a multiple of tensor_num_per_layer={count}",
+            hint="give the number of tensors that make a layer",
+        )
+    in_all = geometry.num_tensors // count
+    if layers.stop > in_all and len(layers) > 0:
+        raise ArgumentError(f"{layers} exceeds the {in_all} layers of the {side} cache")
+    return (layers.start * count, len(layers) * count) if len(layers) else (0, 0)
+
+
+def _check_mapped(views: list[BufferView], *, writable: bool) -> bool:
+    """Refuse raw addresses that are not mapped, instead of dying of them in a copy thread; True if one is read-only.
+
+    The kernel's list of mappings covers every page and its permissions; reading the first and the last byte by
+    process_vm on oneself finds file mappings cut short. Neither touches the memory in a way that could crash.
+    """
+    raw = [(index, view) for index, view in enumerate(views) if view.owner is None]
+    if not raw:
+        return False
+    readable, writeable = _mappings()
+    read_only = False
+    for index, view in raw:
+        gap = _first_gap(view, writeable if writable else readable)
+        read_only |= _first_gap(view, writeable) is not None
+        edges = (view.address, view.address + view.nbytes - 1)
+        if gap is not None or any(_core.readable(os.getpid(), edge, 1) for edge in edges):
+            raise RegistrationError(
+                f"tensor {index}: {view.nbytes} bytes at {view.address:#x} are not mapped "
+                f"{'writable' if writable else 'readable'} in this process"
+                + (f" (from {gap:#x} on)" if gap is not None else ""),
+                hint="give the address of live memory, and check shape and dtype of the CacheDesc",
+            )
+    return read_only
+
+
+def _first_gap(view: BufferView, mapped: list[tuple[int, int]]) -> int | None:
+    """Return the first address of a view outside the mappings, which are in rising order."""
+    at = view.address
+    for start, stop in mapped:
+        if start <= at < stop:
+            at = stop
+            if at >= view.address + view.nbytes:
+                return None
+    return at
+
+
+def _mappings() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return this process's mappings that can be read, and those that can be read and written."""
+    readable = []
+    writable = []
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            span, permissions, *_ = line.split(maxsplit=2)
+            if "r" not in permissions:
+                continue
+            start, stop = (int(edge, 16) for edge in span.split("-"))
+            readable.append((start, stop))
+            if "w" in permissions:
+                writable.append((start, stop))
+    return readable, writable
