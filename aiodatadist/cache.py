@@ -49,7 +49,7 @@ class _Default(enum.Enum):
 DEFAULT_TIMEOUT: Final = _Default.TIMEOUT
 """Stands for the default of `Config` where a timeout is omitted; None means none."""
 
-Timeout: TypeAlias = float | None | Literal[_Default.TIMEOUT]
+Timeout: TypeAlias = float | Literal[_Default.TIMEOUT] | None
 Blocks: TypeAlias = Sequence[SupportsIndex] | np.ndarray[Any, Any]
 RemoteKey: TypeAlias = BlocksCacheKey | CacheKeyByIdAndIndex
 Access: TypeAlias = Literal["r", "rw"] | None
@@ -105,7 +105,8 @@ class Cache:
         self._quiet: asyncio.Future[None] = manager._loop.create_future()
 
     def __repr__(self) -> str:
-        return f"<Cache {self.id}: {self._state}, {self.geometry.num_tensors} x {self.geometry.shape} {self.geometry.dtype}>"
+        g = self.geometry
+        return f"<Cache {self.id}: {self._state}, {g.num_tensors} x {g.shape} {g.dtype}>"
 
     @property
     def closed(self) -> bool:
@@ -223,9 +224,7 @@ class CacheManager:
         if not isinstance(desc, CacheDesc):
             raise ArgumentTypeError(f"desc must be a CacheDesc, got {type(desc).__name__}")
         if desc.stride not in (None, desc.block_bytes):
-            raise ArgumentError(
-                f"stride={desc.stride} leaves gaps in a cache to allocate", hint="omit stride"
-            )
+            raise ArgumentError(f"stride={desc.stride} leaves gaps in a cache to allocate", hint="omit stride")
         step = -(-desc.tensor_bytes // _ALIGNMENT) * _ALIGNMENT
         region = _core.Region(step * desc.num_tensors)
         dtype = np.dtype(_BITS.get(desc.dtype, desc.dtype))
@@ -384,18 +383,14 @@ class CacheManager:
         """
         self._check_own(cache)
         if cache._region is None:
-            raise ArgumentError(
-                f"cache {cache.id} was registered, not allocated", hint="use unregister_cache"
-            )
+            raise ArgumentError(f"cache {cache.id} was registered, not allocated", hint="use unregister_cache")
         return self.unregister_cache(cache, timeout=timeout)
 
     def _check_own(self, cache: Cache) -> None:
         if not isinstance(cache, Cache):
             raise ArgumentTypeError(f"expected a Cache, got {type(cache).__name__}")
         if cache._manager is not self:
-            raise ArgumentError(
-                f"cache {cache.id} belongs to another DataDist", hint="use its own cache_manager"
-            )
+            raise ArgumentError(f"cache {cache.id} belongs to another DataDist", hint="use its own cache_manager")
 
     def _on_cache_quiet(self, cache_id: int) -> None:
         cache = self._caches.get(cache_id)
@@ -549,14 +544,10 @@ class CacheManager:
                 cache.geometry.require_match(entry.geometry, ("num_tensors",), peer=key[0])
         else:
             local_range, remote_range = (
-                (dst_layer_range, src_layer_range)
-                if opcode == _core.READ
-                else (src_layer_range, dst_layer_range)
+                (dst_layer_range, src_layer_range) if opcode == _core.READ else (src_layer_range, dst_layer_range)
             )
             local_tensor, tensors = _tensor_range(local_range, tensor_num_per_layer, cache.geometry, "local")
-            remote_tensor, remote_tensors = _tensor_range(
-                remote_range, tensor_num_per_layer, entry.geometry, "remote"
-            )
+            remote_tensor, remote_tensors = _tensor_range(remote_range, tensor_num_per_layer, entry.geometry, "remote")
             if tensors != remote_tensors:
                 raise CacheMismatch(
                     f"the layer ranges name {tensors} local and {remote_tensors} remote tensors",
@@ -576,9 +567,7 @@ class CacheManager:
             transfer._then = self._notifier(entry, notify)
         counters.started += 1
         try:
-            pair.submit(
-                transfer, opcode, local_blocks, remote_blocks, local_tensor, remote_tensor, tensors, seconds
-            )
+            pair.submit(transfer, opcode, local_blocks, remote_blocks, local_tensor, remote_tensor, tensors, seconds)
         except BaseException:
             counters.started -= 1
             raise
@@ -589,9 +578,7 @@ class CacheManager:
         dd = self._dd
         dd._check_usable()
         if not isinstance(key, (BlocksCacheKey, CacheKeyByIdAndIndex)):
-            raise ArgumentTypeError(
-                f"expected a BlocksCacheKey or CacheKeyByIdAndIndex, got {type(key).__name__}"
-            )
+            raise ArgumentTypeError(f"expected a BlocksCacheKey or CacheKeyByIdAndIndex, got {type(key).__name__}")
         self._check_own(cache)
         if cache.closed:
             raise ClosedError(f"cache {cache.id} is unregistered")
@@ -607,12 +594,15 @@ class CacheManager:
                 hint=f"await dd.link(ClusterInfo({key.cluster_id}, ...)) first",
             )
         entry = link.table.get(key)
-        if entry is None and isinstance(key, CacheKeyByIdAndIndex) and key.batch_index != 0:
-            if key._replace(batch_index=0) in link.table:
-                raise ArgumentError(
-                    f"batch_index={key.batch_index} on a cache that is accessed by blocks",
-                    hint="omit batch_index",
-                )
+        if (
+            entry is None
+            and isinstance(key, CacheKeyByIdAndIndex)
+            and key.batch_index != 0
+            and CacheKeyByIdAndIndex(key.cluster_id, key.cache_id) in link.table
+        ):
+            raise ArgumentError(
+                f"batch_index={key.batch_index} on a cache that is accessed by blocks", hint="omit batch_index"
+            )
         if entry is None:
             raise CacheNotFound(
                 f"cluster {key.cluster_id} has no cache under {key}",
@@ -627,9 +617,7 @@ class CacheManager:
             raise (
                 entry.error
                 if entry.error is not None
-                else CacheNotFound(
-                    f"cache {entry.cache_id} was closed by its owner", peer=entry.link.cluster_id
-                )
+                else CacheNotFound(f"cache {entry.cache_id} was closed by its owner", peer=entry.link.cluster_id)
             )
         cache.geometry.require_match(entry.geometry, ("dtype", "block_shape"), peer=entry.link.cluster_id)
         assert cache._native is not None
@@ -719,9 +707,7 @@ def _tensor_range(layers: range | None, per_layer: int, geometry: Geometry, side
     if not isinstance(layers, range):
         raise ArgumentTypeError(f"a layer range must be a range, got {type(layers).__name__}")
     if layers.step != 1 or layers.start < 0:
-        raise ArgumentError(
-            f"{layers} must start at 0 or above and have step 1", hint="give range(start, stop)"
-        )
+        raise ArgumentError(f"{layers} must start at 0 or above and have step 1", hint="give range(start, stop)")
     if geometry.num_tensors % count:
         raise ArgumentError(
             f"the {side} cache has {geometry.num_tensors} tensors, not a multiple of tensor_num_per_layer={count}",

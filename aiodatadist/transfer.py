@@ -215,9 +215,7 @@ class Operation(Transfer[T]):
 
     __slots__ = ()
 
-    def __init__(
-        self, *, loop: asyncio.AbstractEventLoop, on_cancel: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, *, loop: asyncio.AbstractEventLoop, on_cancel: Callable[[], None] | None = None) -> None:
         super().__init__(loop=loop)
         self._on_cancel = on_cancel
 

@@ -15,7 +15,9 @@
 namespace adt {
 namespace {
 
-void copy_plain(char *dst, const char *src, size_t bytes) { std::memcpy(dst, src, bytes); }
+void copy_plain(char *dst, const char *src, size_t bytes) {
+    std::memcpy(dst, src, bytes);
+}
 
 #if defined(__x86_64__)
 
@@ -104,8 +106,12 @@ const Kernel &kernel() {
 
 }  // namespace
 
-CopyKernel stream_copy() { return kernel().copy; }
-const char *stream_copy_name() { return kernel().name; }
+CopyKernel stream_copy() {
+    return kernel().copy;
+}
+const char *stream_copy_name() {
+    return kernel().name;
+}
 
 void store_fence() {
 #if defined(__x86_64__)

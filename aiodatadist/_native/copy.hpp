@@ -33,7 +33,7 @@ inline void prefetch_block(const char *start, size_t bytes) {
 
 // Threads that run queued batches in order. Background work (populating mappings) runs only when no batch waits.
 class CopyPool {
-public:
+  public:
     using Run = std::function<void(adt_batch_t *)>;
 
     CopyPool(unsigned threads, Run run);
@@ -46,7 +46,7 @@ public:
     void submit_background(std::function<bool()> step);
     bool run_one();  // step mode: runs one queued batch in the calling thread
 
-private:
+  private:
     void work();
 
     const Run run_;

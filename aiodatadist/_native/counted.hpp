@@ -9,7 +9,20 @@
 namespace adt {
 
 enum class Live : unsigned {
-    engine, ring, node, peer, local_cache, remote_cache, operation, batch, region, mapping, connection, served, gate, count
+    engine,
+    ring,
+    node,
+    peer,
+    local_cache,
+    remote_cache,
+    operation,
+    batch,
+    region,
+    mapping,
+    connection,
+    served,
+    gate,
+    count
 };
 
 inline const char *const kLiveNames[] = {"engine",       "ring",      "node",  "peer",   "local_cache",
@@ -23,18 +36,22 @@ inline std::atomic<int64_t> g_live[static_cast<unsigned>(Live::count)];
 
 template <Live kind>
 class Counted {
-public:
+  public:
     Counted() { g_live[static_cast<unsigned>(kind)].fetch_add(1, std::memory_order_relaxed); }
     Counted(const Counted &) : Counted() {}
     Counted &operator=(const Counted &) { return *this; }
     ~Counted() { g_live[static_cast<unsigned>(kind)].fetch_sub(1, std::memory_order_relaxed); }
 };
-inline int64_t live_count(unsigned kind) { return g_live[kind].load(std::memory_order_relaxed); }
+inline int64_t live_count(unsigned kind) {
+    return g_live[kind].load(std::memory_order_relaxed);
+}
 constexpr bool kDebugBuild = true;
 #else
 template <Live kind>
 class Counted {};
-inline int64_t live_count(unsigned) { return 0; }
+inline int64_t live_count(unsigned) {
+    return 0;
+}
 constexpr bool kDebugBuild = false;
 #endif
 

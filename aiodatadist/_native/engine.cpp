@@ -16,11 +16,21 @@
 #include "threads.hpp"
 
 extern "C" {
-adt_status_t adt_unsupported_execute(adt_transport_h, const adt_batch_t *) { return ADT_ERR_UNSUPPORTED; }
-adt_status_t adt_unsupported_cancel(adt_transport_h, adt_endpoint_h, uint64_t) { return ADT_ERR_UNSUPPORTED; }
-adt_status_t adt_unsupported_revoke(adt_transport_h, adt_endpoint_h, uint64_t) { return ADT_ERR_UNSUPPORTED; }
-int adt_no_event_fd(adt_transport_h) { return -1; }
-adt_status_t adt_always_armed(adt_transport_h) { return ADT_OK; }
+adt_status_t adt_unsupported_execute(adt_transport_h, const adt_batch_t *) {
+    return ADT_ERR_UNSUPPORTED;
+}
+adt_status_t adt_unsupported_cancel(adt_transport_h, adt_endpoint_h, uint64_t) {
+    return ADT_ERR_UNSUPPORTED;
+}
+adt_status_t adt_unsupported_revoke(adt_transport_h, adt_endpoint_h, uint64_t) {
+    return ADT_ERR_UNSUPPORTED;
+}
+int adt_no_event_fd(adt_transport_h) {
+    return -1;
+}
+adt_status_t adt_always_armed(adt_transport_h) {
+    return ADT_OK;
+}
 }
 
 namespace adt {
@@ -298,7 +308,8 @@ void Engine::fire(Section &s, const Timer &timer) {
                 end_peer(s, *peer, ADT_ERR_PEER_LOST, true);
                 return;
             }
-            if (now - peer->last_sent >= limit / 8) send(s, *peer, {static_cast<uint8_t>(Say::heartbeat), 0, 0, 0, 0, 0, 0});
+            if (now - peer->last_sent >= limit / 8)
+                send(s, *peer, {static_cast<uint8_t>(Say::heartbeat), 0, 0, 0, 0, 0, 0});
             add_timer(now + limit / 4, TimerKind::heartbeat, peer->id);
             return;
         }
@@ -349,8 +360,8 @@ SubmitResult Engine::submit(const TransferRequest &request) {
         result.status = ADT_ERR_GEOMETRY;
         return result;
     }
-    result.fault = make_runs(request.local_blocks, request.remote_blocks, request.count, lg, rg,
-                             request.opcode == ADT_READ, runs);
+    result.fault =
+        make_runs(request.local_blocks, request.remote_blocks, request.count, lg, rg, request.opcode == ADT_READ, runs);
     if (result.fault.kind != BlockFault::none) {
         result.status = ADT_ERR_BOUNDS;
         return result;
@@ -420,8 +431,8 @@ SubmitResult Engine::execute_inline(const TransferRequest &request, uint64_t byt
     for (uint32_t t = 0; t < request.num_tensors; ++t) {
         char *const base = request.local->tensors[request.local_tensor + t];
         for (const BlockRun &run : runs) {
-            chunks.push_back({base + run.local * lg.block_stride, run.remote * rg.block_stride, request.remote_tensor + t,
-                              static_cast<uint32_t>(run.count * lg.block_bytes)});
+            chunks.push_back({base + run.local * lg.block_stride, run.remote * rg.block_stride,
+                              request.remote_tensor + t, static_cast<uint32_t>(run.count * lg.block_bytes)});
         }
     }
     adt_batch_t batch{};

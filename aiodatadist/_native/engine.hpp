@@ -61,7 +61,7 @@ struct Event {
 
 // One loop's completion ring: any thread pushes, the loop takes a batch per wake-up.
 class Ring : Counted<Live::ring> {
-public:
+  public:
     Ring();
     int fd() const { return fd_.get(); }
     void push(const Event &event);
@@ -70,7 +70,7 @@ public:
     void take(std::vector<Event> &out);
     void wake();  // makes the descriptor readable once more
 
-private:
+  private:
     Fd fd_;
     std::mutex mu_;
     std::vector<Event> waiting_;
@@ -78,12 +78,12 @@ private:
 };
 
 class Clock {
-public:
+  public:
     explicit Clock(bool manual) : manual_(manual) {}
     uint64_t now_ns() const;
     void advance(uint64_t ns) { at_.fetch_add(ns, std::memory_order_relaxed); }
 
-private:
+  private:
     const bool manual_;
     std::atomic<uint64_t> at_{1'000'000'000};
 };
@@ -97,8 +97,8 @@ struct LocalCache : Counted<Live::local_cache> {
     // under Engine::mu_
     bool closed = false;
     bool quiet = false;
-    uint32_t operations = 0;  // local transfers that use it
-    uint32_t serving = 0;     // requests of peers that are being served from it
+    uint32_t operations = 0;                   // local transfers that use it
+    uint32_t serving = 0;                      // requests of peers that are being served from it
     std::unordered_set<uint64_t> waiting_for;  // peers that have not said they are done with it
 };
 
@@ -156,7 +156,7 @@ struct Op : Counted<Live::operation> {
     uint32_t inflight = 0;  // posted batches that have not retired
     uint32_t detached = 0;  // of those, the ones whose local memory is quiet already
     bool exhausted = false;
-    bool queued = false;    // stands in its lane's ready list, at `place`
+    bool queued = false;  // stands in its lane's ready list, at `place`
     std::list<Op *>::iterator place;
     bool reported = false;  // its future was told
     adt_status_t stop = ADT_OK;
@@ -305,10 +305,12 @@ struct ConnectRequest {
 
 // epoll_event.data of the progress thread: what became ready. The upper byte is the kind, the rest an id or an index.
 enum class Ready : uint64_t { kick, wire, process, transport };
-constexpr uint64_t tag(Ready kind, uint64_t value) { return static_cast<uint64_t>(kind) << 56 | value; }
+constexpr uint64_t tag(Ready kind, uint64_t value) {
+    return static_cast<uint64_t>(kind) << 56 | value;
+}
 
 class Engine : Counted<Live::engine> {
-public:
+  public:
     struct Options {
         unsigned copy_threads = 2;
         unsigned io_threads = 2;
@@ -358,10 +360,10 @@ public:
     bool progress(uint64_t op_id, uint64_t *done, uint64_t *total);
     std::string last_error(unsigned transport);
 
-private:
+  private:
     // A critical section: holds `mu_`, and runs what was deferred after letting it go.
     class Section {
-    public:
+      public:
         explicit Section(Engine &engine) : lock_(engine.mu_) {}
         ~Section() {
             lock_.unlock();
@@ -371,7 +373,7 @@ private:
         Section &operator=(const Section &) = delete;
         void defer(std::function<void()> action) { deferred_.push_back(std::move(action)); }
 
-    private:
+      private:
         std::unique_lock<std::mutex> lock_;
         std::vector<std::function<void()>> deferred_;
     };
@@ -457,7 +459,6 @@ private:
     uint64_t next_id_ = 1;
     bool stopping_ = false;
     std::thread thread_;
-
 };
 
 // Drops a reference. In a forked child nothing native may be destroyed (threads to join do not exist there, locks may

@@ -34,7 +34,9 @@ void close_all_in_child() {
 
 }  // namespace
 
-bool in_forked_child() { return g_child.load(std::memory_order_relaxed); }
+bool in_forked_child() {
+    return g_child.load(std::memory_order_relaxed);
+}
 
 void install_fork_handler() {
     static std::once_flag once;

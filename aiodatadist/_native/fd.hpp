@@ -15,7 +15,7 @@ void install_fork_handler();  // idempotent; called when the first engine opens
 void note_descriptor(int fd, bool ours);
 
 class Fd {
-public:
+  public:
     Fd() = default;
     explicit Fd(int fd) : fd_(fd) {
         if (fd_ >= 0) note_descriptor(fd_, true);
@@ -36,7 +36,7 @@ public:
     explicit operator bool() const { return fd_ >= 0; }
     void reset();
 
-private:
+  private:
     int fd_ = -1;
 };
 

@@ -31,7 +31,8 @@ BlockFault make_runs(const int64_t *local, const int64_t *remote, size_t count, 
         if (i > 0 && destination[i] <= destination[i - 1]) rising = false;
     }
     if (!rising) {
-        // Kept by the thread, and cleared by walking the list again, so that a short list into a huge cache stays cheap.
+        // Kept by the thread, and cleared by walking the list again, so that a short list into a huge cache stays
+        // cheap.
         static thread_local std::vector<uint64_t> seen;
         const uint64_t blocks = local_is_destination ? local_blocks : remote_blocks;
         if (seen.size() < (blocks + 63) / 64) seen.resize((blocks + 63) / 64, 0);

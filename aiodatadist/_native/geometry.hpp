@@ -25,7 +25,9 @@ struct BlockFault {
     int64_t value = 0;
 };
 
-inline bool contiguous(const adt_geometry_t &g) { return g.block_stride == g.block_bytes || g.num_blocks == 1; }
+inline bool contiguous(const adt_geometry_t &g) {
+    return g.block_stride == g.block_bytes || g.num_blocks == 1;
+}
 
 // Bytes from the start of a tensor to its end.
 inline uint64_t tensor_extent(const adt_geometry_t &g) {

@@ -26,8 +26,12 @@ struct Served : Counted<Live::served> {
 constexpr uint8_t kClosing = 1;  // flags of Say::fence
 
 // What transports call a link: its id, since ids are never used twice and addresses are.
-void *name_of(const Peer &peer) { return reinterpret_cast<void *>(static_cast<uintptr_t>(peer.id)); }
-uint64_t id_of(void *link) { return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(link)); }
+void *name_of(const Peer &peer) {
+    return reinterpret_cast<void *>(static_cast<uintptr_t>(peer.id));
+}
+uint64_t id_of(void *link) {
+    return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(link));
+}
 
 }  // namespace
 
@@ -166,11 +170,11 @@ adt_status_t Engine::import_cache(const std::shared_ptr<Peer> &peer, uint64_t ca
     cache->peer = peer;
     adt_status_t status = ADT_ERR_UNSUPPORTED;
     error = "not agreed for this link";
-    with_endpoint(peer, transport,
-                  [&](const adt_transport_ops_t *ops, adt_transport_h handle, adt_endpoint_h endpoint) {
-                      status = ops->import_key(handle, endpoint, cache_id, &geometry, &key, &cache->handle, &cache->path);
-                      if (status != ADT_OK) error = last_error(transport);
-                  });
+    with_endpoint(
+        peer, transport, [&](const adt_transport_ops_t *ops, adt_transport_h handle, adt_endpoint_h endpoint) {
+            status = ops->import_key(handle, endpoint, cache_id, &geometry, &key, &cache->handle, &cache->path);
+            if (status != ADT_OK) error = last_error(transport);
+        });
     if (status != ADT_OK) return status;
     Section s(*this);
     cache->released = true;  // until it is handed out, so that both refusals below give the key back
@@ -321,7 +325,8 @@ void Engine::disconnect_endpoints(const std::shared_ptr<Peer> &peer) {
         const std::lock_guard<std::recursive_mutex> lock(endpoints_mu_);
         if (peer->endpoints_gone) return;
         for (unsigned i = 0; i < kTransportCount; ++i) {
-            if (peer->endpoints[i] != nullptr) transports_[i].ops->disconnect(transports_[i].handle, peer->endpoints[i]);
+            if (peer->endpoints[i] != nullptr)
+                transports_[i].ops->disconnect(transports_[i].handle, peer->endpoints[i]);
         }
         const std::lock_guard<std::mutex> state(mu_);
         peer->endpoints_gone = true;
@@ -383,8 +388,8 @@ void Engine::send(Section &s, Peer &peer, const WireMessage &message) {
     if (!peer.wants_write) flush(s, peer);
 }
 
-void Engine::tell_end(Section &s, Peer &peer, Say type, uint64_t op, uint64_t cache, uint64_t bytes, adt_status_t status,
-                      uint32_t opcode) {
+void Engine::tell_end(Section &s, Peer &peer, Say type, uint64_t op, uint64_t cache, uint64_t bytes,
+                      adt_status_t status, uint32_t opcode) {
     send(s, peer, {static_cast<uint8_t>(type), 0, static_cast<uint16_t>(opcode), status, op, cache, bytes});
 }
 
@@ -411,7 +416,8 @@ void Engine::flush(Section &, Peer &peer) {
 void Engine::read_wire(Section &s, Peer &peer) {
     const std::shared_ptr<Peer> keep = peers_.count(peer.id) != 0 ? peers_[peer.id] : nullptr;
     while (peer.wire_open) {
-        const ssize_t n = ::recv(peer.wire.get(), peer.in.data() + peer.in_size, peer.in.size() - peer.in_size, MSG_DONTWAIT);
+        const ssize_t n =
+            ::recv(peer.wire.get(), peer.in.data() + peer.in_size, peer.in.size() - peer.in_size, MSG_DONTWAIT);
         if (n < 0 && errno == EINTR) continue;
         if (n < 0 && errno == EAGAIN) return;
         if (n <= 0) {
@@ -576,9 +582,10 @@ void Engine::force_fences(Section &s, Peer &peer) {
     s.defer([this, keep = found->second, fences = std::exchange(peer.fences_on_peer, {})] {
         for (unsigned t = 0; t < kTransportCount; ++t) {
             for (const FenceOnPeer &fence : fences) {
-                with_endpoint(keep, t, [&](const adt_transport_ops_t *ops, adt_transport_h handle, adt_endpoint_h endpoint) {
-                    ops->revoke(handle, endpoint, fence.closing ? fence.closing->id : 0);
-                });
+                with_endpoint(keep, t,
+                              [&](const adt_transport_ops_t *ops, adt_transport_h handle, adt_endpoint_h endpoint) {
+                                  ops->revoke(handle, endpoint, fence.closing ? fence.closing->id : 0);
+                              });
             }
         }
         Section section(*this);
@@ -595,7 +602,9 @@ void Engine::host_notify(void *ctx, adt_transport_h transport) {
     }
 }
 
-uint64_t Engine::host_now(void *ctx) { return static_cast<Engine *>(ctx)->clock_.now_ns(); }
+uint64_t Engine::host_now(void *ctx) {
+    return static_cast<Engine *>(ctx)->clock_.now_ns();
+}
 
 adt_status_t Engine::host_begin_serve(void *ctx, void *link, adt_request_t *request, void **token) {
     Engine &engine = *static_cast<Engine *>(ctx);

@@ -39,7 +39,9 @@ Region::~Region() {
     if (base_ != nullptr) munmap(base_, bytes_);
 }
 
-bool Region::populate(size_t at, size_t step) const { return madvise(base_ + at, step, MADV_POPULATE_WRITE) == 0; }
+bool Region::populate(size_t at, size_t step) const {
+    return madvise(base_ + at, step, MADV_POPULATE_WRITE) == 0;
+}
 
 Secret::Secret() {
     size_t got = 0;
@@ -60,6 +62,8 @@ int probe_process_vm(int pid, uint64_t address, const void *expected, size_t byt
     return expected == nullptr || std::memcmp(seen, expected, bytes) == 0 ? 0 : EBADMSG;
 }
 
-int allow_ptracer(long pid) { return prctl(PR_SET_PTRACER, static_cast<unsigned long>(pid), 0, 0, 0) == 0 ? 0 : errno; }
+int allow_ptracer(long pid) {
+    return prctl(PR_SET_PTRACER, static_cast<unsigned long>(pid), 0, 0, 0) == 0 ? 0 : errno;
+}
 
 }  // namespace adt

@@ -12,7 +12,7 @@
 namespace adt {
 
 class Region : Counted<Live::region> {
-public:
+  public:
     // Throws std::system_error. Sealed against shrinking, so that no peer's copy can die of SIGBUS.
     explicit Region(size_t bytes);
     ~Region();
@@ -26,7 +26,7 @@ public:
     // Populates [at, at + step); false when the kernel refuses (then the first transfers are slower, no more).
     bool populate(size_t at, size_t step) const;
 
-private:
+  private:
     uint64_t id_ = 0;
     Fd fd_;
     char *base_ = nullptr;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Same-host transport. The initiator moves the bytes itself, between processes of one user that proved themselves:
 // plain loads and stores where the peer's cache lies in a memfd that is mapped here, process_vm_readv/writev elsewhere.
-// The owner takes no part and spends no CPU, and for the same reason cannot stop a copy: see ADT_TRANSPORT_PEER_TOUCHES.
+// The owner takes no part and spends no CPU, and for the same reason cannot stop a copy: see
+// ADT_TRANSPORT_PEER_TOUCHES.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
@@ -44,7 +45,7 @@ constexpr uint32_t kBatchChunks = 1024;  // IOV_MAX
 constexpr uint64_t kPopulateStep = 8 << 20;
 
 class Mapping : Counted<Live::mapping> {
-public:
+  public:
     Mapping(void *base, size_t bytes) : base_(base), bytes_(bytes) {}
     ~Mapping() { munmap(base_, bytes_); }
     Mapping(const Mapping &) = delete;
@@ -52,7 +53,7 @@ public:
     char *base() const { return static_cast<char *>(base_); }
     size_t bytes() const { return bytes_; }
 
-private:
+  private:
     void *base_;
     size_t bytes_;
 };
@@ -92,9 +93,11 @@ struct Memory {
 };
 
 class Shm {
-public:
+  public:
     explicit Shm(const adt_open_params_t &params)
-        : host_(*params.host), stepped_(params.threads == 0), pool_(params.threads, [this](adt_batch_t *batch) { run(batch); }) {}
+        : host_(*params.host),
+          stepped_(params.threads == 0),
+          pool_(params.threads, [this](adt_batch_t *batch) { run(batch); }) {}
 
     const adt_host_t host_;
     const bool stepped_;
@@ -146,8 +149,8 @@ public:
     adt_status_t move_process_vm(const adt_batch_t &batch, const Remote &remote) {
         iovec here[kBatchChunks];
         iovec there[kBatchChunks];
-        uint32_t at = 0;       // first chunk that is not complete
-        uint64_t skip = 0;     // bytes of it that are done
+        uint32_t at = 0;    // first chunk that is not complete
+        uint64_t skip = 0;  // bytes of it that are done
         while (at < batch.count) {
             uint32_t n = 0;
             uint64_t want = 0;
@@ -203,8 +206,12 @@ public:
     CopyPool pool_;  // last: its threads use everything above
 };
 
-Shm &shm(adt_transport_h handle) { return *reinterpret_cast<Shm *>(handle); }
-std::shared_ptr<Endpoint> &endpoint(adt_endpoint_h handle) { return *reinterpret_cast<std::shared_ptr<Endpoint> *>(handle); }
+Shm &shm(adt_transport_h handle) {
+    return *reinterpret_cast<Shm *>(handle);
+}
+std::shared_ptr<Endpoint> &endpoint(adt_endpoint_h handle) {
+    return *reinterpret_cast<std::shared_ptr<Endpoint> *>(handle);
+}
 
 void probe(adt_probe_t *out) {
     const int fd = memfd_create("aiodatadist-probe", MFD_CLOEXEC | MFD_ALLOW_SEALING);
@@ -227,7 +234,9 @@ adt_status_t open_shm(const adt_open_params_t *params, adt_transport_h *out) {
     }
 }
 
-void close_shm(adt_transport_h handle) { delete &shm(handle); }
+void close_shm(adt_transport_h handle) {
+    delete &shm(handle);
+}
 
 adt_status_t reg_mem(adt_transport_h, const adt_memory_t *memory, adt_mem_h *out) {
     try {
@@ -246,7 +255,9 @@ adt_status_t reg_mem(adt_transport_h, const adt_memory_t *memory, adt_mem_h *out
     }
 }
 
-void dereg_mem(adt_transport_h, adt_mem_h mem) { delete reinterpret_cast<Memory *>(mem); }
+void dereg_mem(adt_transport_h, adt_mem_h mem) {
+    delete reinterpret_cast<Memory *>(mem);
+}
 
 adt_status_t export_key(adt_transport_h, adt_mem_h mem, void *buffer, size_t capacity, size_t *size) {
     const auto &m = *reinterpret_cast<const Memory *>(mem);
@@ -272,7 +283,7 @@ adt_status_t map_region(Shm &self, Endpoint &ep, const ShmKeyHead &head, int fd,
     out = slot.lock();
     if (out) return out->bytes() == head.region_bytes ? ADT_OK : ADT_ERR_PROTOCOL;
     if (fd < 0) return self.fail(ADT_ERR_INVALID, "the peer's memfd did not arrive");
-    struct stat info {};
+    struct stat info{};
     if (fstat(fd, &info) != 0 || static_cast<uint64_t>(info.st_size) < head.region_bytes || head.region_bytes == 0) {
         return self.fail(ADT_ERR_PROTOCOL, "the peer's memfd is smaller than its key says");
     }
@@ -292,14 +303,16 @@ adt_status_t map_region(Shm &self, Endpoint &ep, const ShmKeyHead &head, int fd,
     // First touches would halve the speed of the first transfers: populate in steps while no copy waits.
     const uint64_t populate = std::min<uint64_t>(ep.populate_left, head.region_bytes);
     ep.populate_left -= populate;
-    self.pool_.submit_background([mapping = std::weak_ptr<Mapping>(out), at = uint64_t{0}, populate, writable]() mutable {
-        const std::shared_ptr<Mapping> alive = mapping.lock();
-        if (!alive || at >= populate) return false;
-        const uint64_t step = std::min(kPopulateStep, populate - at);
-        if (madvise(alive->base() + at, step, writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ) != 0) return false;
-        at += step;
-        return at < populate;
-    });
+    self.pool_.submit_background(
+        [mapping = std::weak_ptr<Mapping>(out), at = uint64_t{0}, populate, writable]() mutable {
+            const std::shared_ptr<Mapping> alive = mapping.lock();
+            if (!alive || at >= populate) return false;
+            const uint64_t step = std::min(kPopulateStep, populate - at);
+            if (madvise(alive->base() + at, step, writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ) != 0)
+                return false;
+            at += step;
+            return at < populate;
+        });
     return ADT_OK;
 }
 
@@ -348,7 +361,9 @@ adt_status_t import_key(adt_transport_h handle, adt_endpoint_h ep_handle, uint64
     }
 }
 
-void release_key(adt_transport_h, adt_remote_h remote) { delete reinterpret_cast<Remote *>(remote); }
+void release_key(adt_transport_h, adt_remote_h remote) {
+    delete reinterpret_cast<Remote *>(remote);
+}
 
 adt_status_t connect_shm(adt_transport_h handle, const adt_connect_params_t *params, adt_endpoint_h *out) {
     if (params->peer_pid <= 0 || params->peer_pidfd < 0) {
@@ -379,7 +394,9 @@ adt_status_t post(adt_transport_h handle, adt_batch_t *const *batches, size_t co
     return ADT_OK;
 }
 
-adt_status_t execute(adt_transport_h handle, const adt_batch_t *batch) { return shm(handle).move(*batch, false); }
+adt_status_t execute(adt_transport_h handle, const adt_batch_t *batch) {
+    return shm(handle).move(*batch, false);
+}
 
 size_t poll_shm(adt_transport_h handle, adt_completion_t *out, size_t capacity) {
     Shm &self = shm(handle);

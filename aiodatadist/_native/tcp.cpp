@@ -37,10 +37,10 @@ namespace adt {
 namespace {
 
 constexpr uint64_t kBatchBytes = 1 << 20;
-constexpr size_t kIov = 256;                // pieces a system call moves
+constexpr size_t kIov = 256;  // pieces a system call moves
 constexpr size_t kFillerBytes = 64 * 1024;
-constexpr uint64_t kTurnBytes = 4 << 20;    // what one connection moves before another gets the thread
-constexpr uint32_t kQueueDepth = 6;         // batches an endpoint has posted: two connections, three deep
+constexpr uint64_t kTurnBytes = 4 << 20;  // what one connection moves before another gets the thread
+constexpr uint32_t kQueueDepth = 6;       // batches an endpoint has posted: two connections, three deep
 
 alignas(64) const char kFiller[kFillerBytes] = {};
 
@@ -66,14 +66,14 @@ struct Cursor {
 struct OutFrame {
     FrameHeader header{};
     std::vector<FrameRun> runs;
-    const adt_chunk_t *chunks = nullptr;       // payload pieces; null once detached
+    const adt_chunk_t *chunks = nullptr;  // payload pieces; null once detached
     uint32_t count = 0;
-    std::vector<adt_chunk_t> own_chunks;       // answers: storage of `chunks`
+    std::vector<adt_chunk_t> own_chunks;  // answers: storage of `chunks`
     bool has_payload = false;
     FrameTrailer trailer{ADT_OK, 0};
-    adt_batch_t *batch = nullptr;              // requests
-    void *served = nullptr;                    // answers that read local memory
-    uint64_t cache = 0;                        // answers: the local cache
+    adt_batch_t *batch = nullptr;  // requests
+    void *served = nullptr;        // answers that read local memory
+    uint64_t cache = 0;            // answers: the local cache
     // progress: bytes sent of head (header and runs), payload, trailer
     size_t head_sent = 0;
     uint64_t payload_sent = 0;
@@ -110,7 +110,7 @@ struct Connection : Counted<Live::connection> {
     FrameHeader in{};
     size_t in_got = 0;
     std::vector<FrameRun> in_runs;
-    std::vector<adt_chunk_t> in_chunks;   // a peer's write: where it lands
+    std::vector<adt_chunk_t> in_chunks;  // a peer's write: where it lands
     FrameTrailer in_trailer{};
     uint64_t payload_got = 0;
     Cursor cursor;
@@ -120,8 +120,8 @@ struct Connection : Counted<Live::connection> {
     // leaf lock
     std::mutex inbox_mu;
     std::vector<adt_batch_t *> inbox;
-    bool busy = false;  // a thread is at work and will look into the inbox before it leaves
-    bool ended = false; // nothing is taken any more
+    bool busy = false;                     // a thread is at work and will look into the inbox before it leaves
+    bool ended = false;                    // nothing is taken any more
     std::atomic<uint64_t> outstanding{0};  // bytes posted and not completed
 };
 
@@ -131,7 +131,7 @@ struct Endpoint {
 };
 
 class Tcp {
-public:
+  public:
     explicit Tcp(const adt_open_params_t &params) : host_(*params.host), stepped_(params.threads == 0) {
         epoll_ = Fd(epoll_create1(EPOLL_CLOEXEC));
         stop_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
@@ -180,7 +180,7 @@ public:
     }
     bool stepped() const { return stepped_; }
 
-private:
+  private:
     // What happened while a connection's lock was held and is told when it is not.
     struct News {
         std::vector<adt_completion_t> done;
@@ -543,7 +543,8 @@ bool Tcp::begin_request(Connection &c, News &news) {
         end(c, ADT_ERR_PROTOCOL, "runs that do not add up to the payload", news);
         return false;
     }
-    adt_request_t request{write ? ADT_WRITE : ADT_READ, h.count, c.in_chunks.data(), h.payload, h.cache, h.op, h.epoch, 0};
+    adt_request_t request{
+        write ? ADT_WRITE : ADT_READ, h.count, c.in_chunks.data(), h.payload, h.cache, h.op, h.epoch, 0};
     void *token = nullptr;
     c.in_status = host_.begin_serve(host_.ctx, c.link, &request, &token);
     if (write) {
@@ -735,7 +736,9 @@ void Tcp::revoke(Endpoint &endpoint, uint64_t cache) {
 
 // ----------------------------------------------------------------------------------------------------- ops table
 
-Tcp &tcp(adt_transport_h handle) { return *reinterpret_cast<Tcp *>(handle); }
+Tcp &tcp(adt_transport_h handle) {
+    return *reinterpret_cast<Tcp *>(handle);
+}
 
 void probe(adt_probe_t *out) {
     const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -757,7 +760,9 @@ adt_status_t open_tcp(const adt_open_params_t *params, adt_transport_h *out) {
     }
 }
 
-void close_tcp(adt_transport_h handle) { delete &tcp(handle); }
+void close_tcp(adt_transport_h handle) {
+    delete &tcp(handle);
+}
 
 // The engine serves peers' requests from its own table, so there is nothing to register, and a key says only that tcp
 // reaches the cache.
@@ -782,7 +787,9 @@ adt_status_t import_key(adt_transport_h, adt_endpoint_h, uint64_t cache_id, cons
     return ADT_OK;
 }
 
-void release_key(adt_transport_h, adt_remote_h remote) { delete reinterpret_cast<uint64_t *>(remote); }
+void release_key(adt_transport_h, adt_remote_h remote) {
+    delete reinterpret_cast<uint64_t *>(remote);
+}
 
 adt_status_t connect_tcp(adt_transport_h handle, const adt_connect_params_t *params, adt_endpoint_h *out) {
     try {

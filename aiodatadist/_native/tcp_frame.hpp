@@ -21,13 +21,13 @@ struct FrameHeader {
     uint8_t type;
     uint8_t reserved8;
     uint16_t reserved16;
-    int32_t status;   // answers
-    uint32_t count;   // requests: runs that follow
-    uint64_t seq;     // the request's number on this connection, repeated in the answer
-    uint64_t cache;   // requests: cache of the receiver
-    uint64_t op;      // requests: the initiator's operation
-    uint64_t payload; // bytes of payload that follow, or (read) that are asked for
-    uint32_t epoch;   // requests: the newest fence of the receiver that the operation had seen
+    int32_t status;    // answers
+    uint32_t count;    // requests: runs that follow
+    uint64_t seq;      // the request's number on this connection, repeated in the answer
+    uint64_t cache;    // requests: cache of the receiver
+    uint64_t op;       // requests: the initiator's operation
+    uint64_t payload;  // bytes of payload that follow, or (read) that are asked for
+    uint32_t epoch;    // requests: the newest fence of the receiver that the operation had seen
     uint32_t reserved32;
 };
 static_assert(sizeof(FrameHeader) == 56, "the wire format has no padding");

@@ -39,25 +39,25 @@ typedef int32_t adt_status_t;
 enum {
     ADT_OK = 0,
     ADT_PENDING = 1,
-    ADT_ERR_INVALID = -1,      /* an argument breaks the contract */
-    ADT_ERR_NOT_FOUND = -2,    /* unknown or closed cache */
-    ADT_ERR_BOUNDS = -3,       /* an index or a byte range lies outside its cache */
-    ADT_ERR_PERMISSION = -4,   /* the owner does not allow this access, or the kernel refuses it */
-    ADT_ERR_GEOMETRY = -5,     /* the two sides disagree on sizes */
+    ADT_ERR_INVALID = -1,    /* an argument breaks the contract */
+    ADT_ERR_NOT_FOUND = -2,  /* unknown or closed cache */
+    ADT_ERR_BOUNDS = -3,     /* an index or a byte range lies outside its cache */
+    ADT_ERR_PERMISSION = -4, /* the owner does not allow this access, or the kernel refuses it */
+    ADT_ERR_GEOMETRY = -5,   /* the two sides disagree on sizes */
     ADT_ERR_CANCELLED = -6,
-    ADT_ERR_TIMEOUT = -7,      /* the operation's deadline */
-    ADT_ERR_PEER_LOST = -8,    /* the peer died, fell silent or closed the link */
-    ADT_ERR_ABORTED = -9,      /* ended by force before it drained */
-    ADT_ERR_CLOSED = -10,      /* a local object is closed, or the process is a forked child */
+    ADT_ERR_TIMEOUT = -7,   /* the operation's deadline */
+    ADT_ERR_PEER_LOST = -8, /* the peer died, fell silent or closed the link */
+    ADT_ERR_ABORTED = -9,   /* ended by force before it drained */
+    ADT_ERR_CLOSED = -10,   /* a local object is closed, or the process is a forked child */
     ADT_ERR_UNSUPPORTED = -11,
     ADT_ERR_NO_MEMORY = -12,
     ADT_ERR_IO = -13,
-    ADT_ERR_PROTOCOL = -14,    /* the peer broke the wire format */
-    ADT_ERR_FENCED = -15,      /* the owner fenced off this and earlier operations */
+    ADT_ERR_PROTOCOL = -14, /* the peer broke the wire format */
+    ADT_ERR_FENCED = -15,   /* the owner fenced off this and earlier operations */
     ADT_ERR_BUSY = -16,
-    ADT_ERR_AGAIN = -17,       /* the queue is full: poll, then post the rest */
+    ADT_ERR_AGAIN = -17, /* the queue is full: poll, then post the rest */
     ADT_ERR_INTERNAL = -18,
-    ADT_ERR_NOT_MAPPED = -19   /* an address is not mapped */
+    ADT_ERR_NOT_MAPPED = -19 /* an address is not mapped */
 };
 
 typedef enum adt_opcode {
@@ -85,10 +85,10 @@ typedef struct adt_geometry {
 typedef struct adt_memory {
     uint64_t cache_id;
     adt_geometry_t geometry;
-    void *const *tensors;     /* [num_tensors] base addresses, owned by the caller until dereg_mem */
-    uint32_t access;          /* ADT_REMOTE_* */
+    void *const *tensors; /* [num_tensors] base addresses, owned by the caller until dereg_mem */
+    uint32_t access;      /* ADT_REMOTE_* */
     uint32_t reserved;
-    uint64_t region_id;       /* memfd region that holds every tensor, or 0 */
+    uint64_t region_id; /* memfd region that holds every tensor, or 0 */
     const void *region_base;
     uint64_t region_bytes;
 } adt_memory_t;
@@ -102,10 +102,10 @@ typedef struct adt_key {
 
 /* How an imported cache is reached: the limits that the engine keeps when it builds batches. */
 typedef struct adt_path {
-    const char *name;          /* "shm-mapped", "shm-process_vm", "tcp", static storage */
+    const char *name; /* "shm-mapped", "shm-process_vm", "tcp", static storage */
     uint64_t max_batch_bytes;
     uint32_t max_batch_chunks;
-    uint32_t can_execute;      /* 1: `execute` works and takes microseconds for a small batch */
+    uint32_t can_execute; /* 1: `execute` works and takes microseconds for a small batch */
 } adt_path_t;
 
 /* One piece: `length` bytes at `local`, and at `remote_offset` from the start of the peer's tensor. */
@@ -120,27 +120,27 @@ typedef struct adt_batch {
     adt_opcode_t opcode;
     uint32_t count;
     const adt_chunk_t *chunks;
-    uint64_t bytes;            /* sum of the lengths */
+    uint64_t bytes; /* sum of the lengths */
     adt_endpoint_h endpoint;
     adt_mem_h local_mem;
     adt_remote_h remote;
     uint64_t op_id;
-    uint32_t epoch;            /* the last fence of the owner that the operation had seen when it started */
+    uint32_t epoch; /* the last fence of the owner that the operation had seen when it started */
     uint32_t reserved;
 } adt_batch_t;
 
 typedef struct adt_completion {
     adt_batch_t *batch;
     adt_status_t status;
-    uint32_t detached;         /* 1: the local memory is quiet but the batch is still on the wire; a second
-                                  completion with 0 follows and retires it */
+    uint32_t detached; /* 1: the local memory is quiet but the batch is still on the wire; a second
+                          completion with 0 follows and retires it */
 } adt_completion_t;
 
 /* A peer's request for local memory, on transports where the owner serves it. */
 typedef struct adt_request {
-    adt_opcode_t opcode;       /* as the initiator sees it: ADT_READ reads this side's memory */
+    adt_opcode_t opcode; /* as the initiator sees it: ADT_READ reads this side's memory */
     uint32_t count;
-    adt_chunk_t *chunks;       /* remote_* name this side's cache; begin_serve fills `local` */
+    adt_chunk_t *chunks; /* remote_* name this side's cache; begin_serve fills `local` */
     uint64_t bytes;
     uint64_t cache_id;
     uint64_t op_id;
@@ -163,25 +163,25 @@ typedef struct adt_host {
 
 typedef struct adt_open_params {
     uint32_t struct_size;
-    uint32_t threads;          /* 0: step mode, `poll` does the work */
-    const adt_host_t *host;    /* outlives the transport */
+    uint32_t threads;       /* 0: step mode, `poll` does the work */
+    const adt_host_t *host; /* outlives the transport */
 } adt_open_params_t;
 
 typedef struct adt_connect_params {
     uint32_t struct_size;
     uint32_t num_fds;
-    const int *fds;            /* authenticated data connections, taken over */
-    void *link;                /* the host's name for this link, given back in begin_serve */
-    int32_t peer_pid;          /* same-host peers only, else 0 */
-    int peer_pidfd;            /* borrowed for the call, or -1 */
-    uint32_t process_vm;       /* 1: process_vm_readv/writev on peer_pid was probed and works */
+    const int *fds;      /* authenticated data connections, taken over */
+    void *link;          /* the host's name for this link, given back in begin_serve */
+    int32_t peer_pid;    /* same-host peers only, else 0 */
+    int peer_pidfd;      /* borrowed for the call, or -1 */
+    uint32_t process_vm; /* 1: process_vm_readv/writev on peer_pid was probed and works */
     uint32_t reserved;
-    uint64_t populate_bytes;   /* how much of this peer's memory to map ahead of its first use */
+    uint64_t populate_bytes; /* how much of this peer's memory to map ahead of its first use */
 } adt_connect_params_t;
 
 typedef struct adt_probe {
     int usable;
-    char reason[256];          /* why not, or what was found */
+    char reason[256]; /* why not, or what was found */
 } adt_probe_t;
 
 enum {
@@ -190,11 +190,11 @@ enum {
 };
 
 typedef struct adt_transport_ops {
-    uint32_t abi_version;      /* ADT_ABI_VERSION */
+    uint32_t abi_version; /* ADT_ABI_VERSION */
     uint32_t struct_size;
     const char *name;
-    uint32_t flags;            /* ADT_TRANSPORT_* */
-    uint32_t queue_depth;      /* batches posted at most, per endpoint or (SHARED_QUEUE) in all */
+    uint32_t flags;       /* ADT_TRANSPORT_* */
+    uint32_t queue_depth; /* batches posted at most, per endpoint or (SHARED_QUEUE) in all */
 
     void (*probe)(adt_probe_t *out);
     adt_status_t (*open)(const adt_open_params_t *params, adt_transport_h *out);
