@@ -12,6 +12,7 @@ back, and a forked child can close what it must not hold. All descriptors close 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import socket
@@ -19,7 +20,7 @@ import struct
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
@@ -49,6 +50,7 @@ __all__ = [
     "at_fork_in_child",
     "close_all",
     "fork_generation",
+    "shielded",
 ]
 
 _log = get_logger()
@@ -144,11 +146,9 @@ class Deadline:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
+    ) -> bool:
         assert self._scope is not None
-        if kind is GeneratorExit:
-            return None
-        return self._scope.__exit__(kind, error, trace)
+        return kind is not GeneratorExit and bool(self._scope.__exit__(kind, error, trace))
 
     @property
     def expired(self) -> bool:
@@ -159,6 +159,21 @@ class Deadline:
         """End what is inside now. Does nothing before it has begun."""
         if self._scope is not None:
             self._scope.cancel()
+
+
+class shielded:
+    """``with shielded():`` keeps cancel scopes outside from cancelling what is inside."""
+
+    def __init__(self) -> None:
+        self._scope = anyio.CancelScope(shield=True)
+
+    def __enter__(self) -> None:
+        self._scope.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        return kind is not GeneratorExit and bool(self._scope.__exit__(kind, error, trace))
 
 
 class Tasks:
@@ -178,7 +193,7 @@ class Tasks:
             return None
         return await self._group.__aexit__(kind, error, trace)
 
-    def start(self, function: Callable[..., Awaitable[Any]], *args: Any, name: str | None = None) -> None:
+    def start(self, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any, name: str | None = None) -> None:
         """Start a task in the group."""
         self._group.start_soon(function, *args, name=name)
 
@@ -258,9 +273,7 @@ class _Watched:
         self._stop_reading()
         self._stop_writing()
         self._reading, self._writing = reading, writing
-        self._fail_waiters(
-            ConnectionAbortedError(errno.ECONNABORTED, "the connection was closed on this side")
-        )
+        self._fail_waiters(ConnectionAbortedError(errno.ECONNABORTED, "the connection was closed on this side"))
         self._reading = self._writing = None
 
     def close(self) -> None:
@@ -514,9 +527,7 @@ class SocketStream(_Watched, Stream):
         super()._leave_loop()
         self._out.clear()
         self._unsent = 0
-        self._fail_flushers(
-            ConnectionAbortedError(errno.ECONNABORTED, "the connection was closed on this side")
-        )
+        self._fail_flushers(ConnectionAbortedError(errno.ECONNABORTED, "the connection was closed on this side"))
 
     def detach(self) -> int:
         """Give the descriptor away; see `Stream.detach`."""
@@ -798,9 +809,18 @@ class Runtime:
         """Wait; 0 lets others run once."""
         await anyio.sleep(seconds)
 
+    def is_current(self) -> bool:
+        """Whether the caller runs in this loop, and so in its thread."""
+        return asyncio._get_running_loop() is self.loop
+
     def call_soon(self, callback: Callable[..., Any], *args: Any) -> None:
         """Call in the next turn of the loop."""
         self.loop.call_soon(callback, *args)
+
+    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any) -> None:
+        """Call in the loop's thread, from any other. Does nothing if the loop is closed meanwhile."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(callback, *args)
 
     def call_later(self, seconds: float, callback: Callable[..., Any], *args: Any) -> Timer:
         """Call after `seconds`."""
@@ -809,6 +829,16 @@ class Runtime:
     def root_task(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Start the one task of a DataDist that is not in a task group: the one that holds the group."""
         return self.loop.create_task(coroutine, name=name)
+
+    async def until_done(self, task: asyncio.Task[Any]) -> None:
+        """Wait until a task has ended, however it ended."""
+        await asyncio.wait((task,))
+
+    def acquire_engine(self, copy_threads: int, io_threads: int) -> tuple[_core.Engine, bool]:
+        """Return the engine to use, and whether it is the one of the process."""
+        from . import _core
+
+        return _core.Engine.acquire(copy_threads, io_threads), True
 
     def ring(self, engine: _core.Engine, inline_budget: float, *, shared: bool = True) -> RingWatch:
         """Return the completion ring of this loop; see `RingWatch.acquire`."""
@@ -825,9 +855,7 @@ class Runtime:
                 flags=flags | socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
             )
         except socket.gaierror:
-            found = await self.loop.getaddrinfo(
-                address.host, address.port, type=socket.SOCK_STREAM, flags=flags
-            )
+            found = await self.loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=flags)
         return [(family, sockaddr) for family, _, _, _, sockaddr in found]
 
     async def connect(self, address: Address) -> Stream:

@@ -62,7 +62,7 @@ M = TypeVar("M", bound=wire.Message)
 # What both sides are. ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Own:
     """What a DataDist says about itself.
 
@@ -72,7 +72,6 @@ class Own:
     incarnation : bytes
         Random, one for each opening.
     role : Role
-    listen : tuple of str
     config : Config
     usable : tuple of str
         The transports of `config` that work here, best first.
@@ -80,16 +79,18 @@ class Own:
         Why the others do not.
     secret : _core.Secret
         For the peer's process_vm probe.
+    listen : tuple of str
+        Set once it listens.
     """
 
     cluster_id: int
     incarnation: bytes
     role: Role
-    listen: tuple[str, ...]
     config: Config
     usable: tuple[str, ...]
     unusable: Mapping[str, str]
     secret: _core.Secret
+    listen: tuple[str, ...] = ()
 
     def fields(self, notify_credits: int) -> dict[str, Any]:
         """Return the fields of an `Identity` message."""
@@ -253,9 +254,7 @@ class Channel:
             try:
                 data = await self.stream.receive()
             except OSError as why:
-                raise PeerLostError(
-                    f"the control connection broke: {why.strerror or why}", peer=self.peer
-                ) from why
+                raise PeerLostError(f"the control connection broke: {why.strerror or why}", peer=self.peer) from why
             if not data:
                 if self._frames.pending:
                     raise PeerLostError("the control connection broke inside a message", peer=self.peer)
@@ -279,9 +278,7 @@ class Channel:
             )
         if isinstance(message, wire.Refused):
             raise refusal_error(message.kind, message.reason, message.status, self.peer)
-        raise ProtocolError(
-            f"the peer sent {type(message).__name__} instead of {kind.__name__}", peer=self.peer
-        )
+        raise ProtocolError(f"the peer sent {type(message).__name__} instead of {kind.__name__}", peer=self.peer)
 
     def close(self) -> None:
         """Close the connection."""
@@ -691,9 +688,7 @@ async def _unless_gone(channel: Channel, arrivals: _Arrivals) -> None:
             if await channel.stream.wait_readable():
                 error = ProtocolError("the peer spoke out of turn", peer=channel.peer)
             else:
-                error = PeerLostError(
-                    "the peer closed the connection during the handshake", peer=channel.peer
-                )
+                error = PeerLostError("the peer closed the connection during the handshake", peer=channel.peer)
         except OSError as why:
             error = PeerLostError(f"the control connection broke: {why.strerror or why}", peer=channel.peer)
         if not arrivals.complete.done():

@@ -167,9 +167,7 @@ class SelfLink(Link):
 
     def post_notification(self, payload: bytes) -> asyncio.Future[None]:
         """Refuse: there is no peer."""
-        raise ArgumentError(
-            "a DataDist cannot notify itself", peer=self.cluster_id, hint="use another cluster id"
-        )
+        raise ArgumentError("a DataDist cannot notify itself", peer=self.cluster_id, hint="use another cluster id")
 
 
 class LinkManager:
@@ -582,9 +580,7 @@ class LinkManager:
         if cluster_id == self.own.cluster_id:
             return self._operations.done(None)
         if slot is None or not slot.epoch:
-            raise NotLinkedError(
-                f"cluster {cluster_id} was never linked", peer=cluster_id, hint="check the cluster id"
-            )
+            raise NotLinkedError(f"cluster {cluster_id} was never linked", peer=cluster_id, hint="check the cluster id")
 
         async def fence_all(running: Running) -> None:
             running.state = lambda: "waiting for the peer's answer"

@@ -87,9 +87,7 @@ class Running:
 
     def row(self) -> PendingOperation:
         """Return the row of `dump()`."""
-        return PendingOperation(
-            self.number, self.kind, self.peer, self._runtime.now() - self._since, self.state()
-        )
+        return PendingOperation(self.number, self.kind, self.peer, self._runtime.now() - self._since, self.state())
 
 
 class Operations:

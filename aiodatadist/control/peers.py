@@ -57,9 +57,7 @@ class NativePeer:
         self._fences: dict[int, asyncio.Future[int]] = {}
         self._quiet_waiters: list[asyncio.Future[None]] = []
 
-    def import_cache(
-        self, cache_id: int, geometry: tuple[int, int, int, int], keys: ImportKeys
-    ) -> _core.RemoteCache:
+    def import_cache(self, cache_id: int, geometry: tuple[int, int, int, int], keys: ImportKeys) -> _core.RemoteCache:
         """Reach a cache of the peer. Raises DataDistError."""
         return self._native.import_cache(cache_id, geometry, list(keys))
 
@@ -76,7 +74,8 @@ class NativePeer:
         if self.lost:
             return False
         token = self._native.ping()
-        self._pings[token] = waiter = self._runtime.future()
+        waiter: asyncio.Future[bool] = self._runtime.future()
+        self._pings[token] = waiter
         try:
             return await waiter
         finally:
@@ -176,9 +175,7 @@ class NativePeers:
         """Return the peers of this cluster id: the linked one, and earlier ones that are not quiet."""
         return [peer for peer in self if peer.cluster_id == cluster_id]
 
-    def connect(
-        self, node: _core.Node, session: Session, on_lost: Callable[[DataDistError, bool], None]
-    ) -> NativePeer:
+    def connect(self, node: _core.Node, session: Session, on_lost: Callable[[DataDistError, bool], None]) -> NativePeer:
         """Hand the connections of a handshake to the engine. Raises DataDistError.
 
         Parameters

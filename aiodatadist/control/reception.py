@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Final
 
 from .._loop import Deadline
 from ..errors import ProtocolError
@@ -45,7 +45,7 @@ class Reception:
         tasks: Tasks,
         timeout: float,
         sessions: SessionDoor,
-        on_control: Callable[[Stream], Awaitable[None]],
+        on_control: Callable[[Stream], Coroutine[Any, Any, None]],
     ) -> None:
         self._runtime = runtime
         self._tasks = tasks

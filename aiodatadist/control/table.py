@@ -130,8 +130,7 @@ class TableFeed:
         self._announced: set[int] = set()
         # All of the snapshot carries the version at its beginning; later changes have higher ones.
         self._pending = {
-            record.cache_id: Delta(table.version, record.cache_id, record)
-            for record in table.records.values()
+            record.cache_id: Delta(table.version, record.cache_id, record) for record in table.records.values()
         }
 
     def __len__(self) -> int:

@@ -1,0 +1,471 @@
+"""What a DataDist consists of while it is open, and how all of it ends.
+
+`Center` owns engine, ring, node, tables, links and tasks. The `DataDist` that users hold is a face in front of it:
+nothing in here refers to it strongly, so that one that is dropped unclosed is noticed, warned about and
+stopped.
+
+There are three ways to the end, and they meet in `_finish`, which runs once the native side is quiet:
+
+* `aclose` is orderly: it waits for running transfers, unlinks, and waits until no peer can touch local
+memory; * `abort` stops everything at once; `_finish` follows by itself as soon as the engine says that all is
+quiet; * `stop_native` is for when no loop runs any more: it stops and joins the native side, and only that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import enum
+import secrets
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from .. import _core
+from .._loop import Deadline, RingWatch, Runtime, Tasks, at_fork_in_child, shielded
+from ..errors import ClosedError, DataDistError, MemoryStillExposed, TransportError
+from ..observe import PendingOperation, get_logger
+from .events import EventHub, Inbox
+from .handshake import Handshaker, Own, SessionDoor
+from .hostproof import HostDoor
+from .linking import LinkManager
+from .operations import Operations
+from .peers import NativePeers
+from .reception import Reception
+from .table import LocalTable
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from ..config import Config
+    from ..types import Address, Role, TransferEnded
+
+__all__ = ["Center", "State"]
+
+_log = get_logger()
+
+_RECHECK_SECONDS: Final = 0.05
+_GRACE_SECONDS: Final = 0.5
+_LOOPBACK: Final = ("127.", "::1", "localhost")
+
+_centers: weakref.WeakSet[Center] = weakref.WeakSet()
+
+
+class State(enum.Enum):
+    """States of a DataDist."""
+
+    NEW = "not open yet"
+    OPENING = "opening"
+    OPEN = "open"
+    CLOSING = "closing"
+    CLOSED = "closed"
+    FORKED = "inert in a forked child"
+
+
+class Center:
+    """An open DataDist, from opening to quiet.
+
+    Parameters
+    ----------
+    cluster_id : int
+    role : Role
+    listen : Address or None
+    config : Config
+    make_runtime : callable
+        Makes the `Runtime` of the running loop.
+    on_closing : callable
+        Called once, when the DataDist may no longer be used.
+    on_cache_quiet : callable
+        Called with the id of a closed cache that nothing can touch any more.
+    exposed : callable
+        Names the caches that peers may touch.
+    """
+
+    def __init__(
+        self,
+        cluster_id: int,
+        role: Role,
+        listen: Address | None,
+        config: Config,
+        make_runtime: Callable[[], Runtime],
+        on_closing: Callable[[], None],
+        on_cache_quiet: Callable[[int], None],
+        exposed: Callable[[], tuple[str, ...]],
+    ) -> None:
+        self.state = State.NEW
+        self.cluster_id = cluster_id
+        self.role = role
+        self.config = config
+        self.table = LocalTable()
+        self.thread_id = -1
+        self.listen_address: Address | None = None
+        self._listen = listen
+        self._make_runtime = make_runtime
+        self._on_closing = on_closing
+        self._on_cache_quiet = on_cache_quiet
+        self._exposed = exposed
+        self._stop: asyncio.Event | None = None
+        self._over: asyncio.Event | None = None
+        self._waiting: list[asyncio.Future[None]] = []
+        self._recheck: Any = None
+        self._finish_when_quiet = False
+        self._engine: _core.Engine | None = None
+        self._watch: RingWatch | None = None
+        self._host_door: HostDoor | None = None
+
+    # Opening. -----------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Start everything. Undone if it fails or is cancelled."""
+        self.state = State.OPENING
+        try:
+            await self._open()
+        except BaseException:
+            self.abort()
+            raise
+        self.state = State.OPEN
+
+    async def _open(self) -> None:
+        config = self.config
+        self.runtime = runtime = self._make_runtime()
+        self.thread_id = threading.get_ident()
+        self._stop, self._over = runtime.event(), runtime.event()
+        self._engine, shared = runtime.acquire_engine(config.copy_threads, config.io_threads)
+        _centers.add(self)
+        at_fork_in_child(self)
+        self._watch = runtime.ring(self._engine, config.inline_budget, shared=shared)
+        self.ring = self._watch.ring
+        self.node = _core.Node(
+            self._engine,
+            self.ring,
+            self.cluster_id,
+            self._on_event,
+            drain_timeout=config.drain_timeout,
+            heartbeat_limit=config.heartbeat_limit,
+            inline_bytes=config.inline_bytes,
+            populate_limit=config.populate_limit,
+        )
+        self.events = EventHub(runtime)
+        self.inbox = Inbox(runtime, lambda cluster_id: self.links.notification_read(cluster_id))
+        self.peers = NativePeers(runtime, self._on_transfer_ended)
+        started = runtime.future()
+        self._root = runtime.root_task(self._run(started), f"aiodatadist-{self.cluster_id}")
+        await started
+        if self._listen is not None:
+            try:
+                self.listen_address = await self.reception.listen(self._listen)
+            except OSError as why:
+                raise TransportError(
+                    f"cannot listen on {self._listen}: {why.strerror or why}",
+                    transport="tcp",
+                    hint="choose a free port, or port 0 for any",
+                ) from why
+            if not self._listen.host.startswith(_LOOPBACK) and config.cluster_key is None:
+                _log.warning(
+                    "listening beyond this host without a cluster key: whoever reaches the port can link",
+                    cluster_id=self.cluster_id,
+                    address=str(self.listen_address),
+                )
+        self.own.listen = () if self.listen_address is None else (str(self.listen_address),)
+
+    def _build(self, tasks: Tasks) -> None:
+        config, runtime = self.config, self.runtime
+        usable, unusable = _probe(config.transports)
+        self.own = Own(
+            cluster_id=self.cluster_id,
+            incarnation=secrets.token_bytes(16),
+            role=self.role,
+            config=config,
+            usable=usable,
+            unusable=unusable,
+            secret=_core.Secret(),
+        )
+        if "shm" in usable:
+            try:
+                self._host_door = HostDoor(runtime, tasks, config.handshake_timeout)
+            except OSError as why:
+                _log.warning("no same-host proofs from peers: no unix socket", error=str(why))
+        self.operations = Operations(runtime, tasks)
+        sessions = SessionDoor(runtime)
+        self.links = LinkManager(
+            runtime,
+            self.own,
+            self.node,
+            self.peers,
+            self.table,
+            self.inbox,
+            self.operations,
+            tasks,
+            Handshaker(runtime, self.own, sessions, self._host_door),
+            self.events.publish,
+        )
+        self.reception = Reception(runtime, tasks, config.handshake_timeout, sessions, self.links.serve)
+
+    async def _run(self, started: asyncio.Future[None]) -> None:
+        """Hold the task group of this DataDist. Being cancelled is an abort."""
+        assert self._stop is not None
+        try:
+            async with Tasks() as tasks:
+                try:
+                    self._build(tasks)
+                except DataDistError as why:
+                    started.set_exception(why)
+                else:
+                    started.set_result(None)
+                await self._stop.wait()
+                tasks.cancel()
+        except GeneratorExit:
+            raise  # the loop is closed; nothing in here can wait any more
+        except BaseException as why:
+            if not started.done():
+                started.cancel()
+            await self._run_ended(why)
+            raise
+
+    async def _run_ended(self, why: BaseException) -> None:
+        """End in good order when the root task is cancelled from outside, as asyncio.run does at its end."""
+        if isinstance(why, Exception):
+            _log.error("a DataDist failed", cluster_id=self.cluster_id, exc_info=why)
+        elif self.state is State.OPEN:
+            _warn_unclosed(self.cluster_id)
+        self.abort()
+        assert self._over is not None
+        try:
+            with shielded(), Deadline(self.config.drain_timeout + _GRACE_SECONDS):
+                await self._over.wait()
+        finally:
+            if not self._over.is_set():
+                self.stop_native()
+
+    # Events of the engine. ----------------------------------------------------------------------------------
+
+    def _on_event(
+        self, kind: int, peer_id: int, token: int, status: int, cache_id: int, nbytes: int, opcode: int
+    ) -> None:
+        if kind == _core.EVENT_CACHE_QUIET:
+            self._on_cache_quiet(token)
+        else:
+            self.peers.on_event(kind, peer_id, token, status, cache_id, nbytes, opcode)
+
+    def _on_transfer_ended(self, event: TransferEnded) -> None:
+        self.events.publish(event)
+
+    # Closing. -----------------------------------------------------------------------------------------------
+
+    def _begin_closing(self) -> None:
+        if self.state in (State.NEW, State.OPENING, State.OPEN):
+            self.state = State.CLOSING
+            self._on_closing()
+
+    async def aclose(self, timeout: float | None) -> None:
+        """Close in good order; see `DataDist.aclose`."""
+        if self.state is State.NEW:
+            self.state = State.CLOSED
+        if self.state in (State.CLOSED, State.FORKED):
+            return
+        if self.state is State.CLOSING:
+            await self._closed_by_another(timeout)
+            return
+        self._begin_closing()
+        try:
+            with Deadline(timeout) as limit:
+                self.reception.close()
+                self.links.stop_linking()
+                await self._until(lambda: not self.node.pending())
+                await self.links.unlink_all()
+                await self._until(self.node.quiet)
+            if limit.expired:
+                _log.info("closing took too long and goes on by force", cluster_id=self.cluster_id)
+                self.abort()
+                with Deadline(self.config.drain_timeout + _GRACE_SECONDS):
+                    await self.wait_closed()
+                if self.state is not State.CLOSED:
+                    raise MemoryStillExposed(caches=self._exposed())
+        except BaseException:
+            self.abort()
+            raise
+        self._finish()
+        await self.wait_closed()
+
+    async def _closed_by_another(self, timeout: float | None) -> None:
+        with Deadline(timeout) as limit:
+            await self.wait_closed()
+        if limit.expired:
+            raise MemoryStillExposed(caches=self._exposed())
+
+    def abort(self) -> None:
+        """Stop everything at once; see `DataDist.abort`."""
+        if self.state in (State.CLOSED, State.FORKED):
+            return
+        if self._engine is None:  # opening failed before there was anything
+            self.state = State.CLOSED
+            return
+        self._begin_closing()
+        if self._finish_when_quiet:
+            return
+        self._finish_when_quiet = True
+        if hasattr(self, "reception"):
+            self.reception.close()
+            self.links.end_all()
+            self.operations.fail_all(lambda: ClosedError("the DataDist was closed"))
+        if hasattr(self, "node"):
+            self.node.abort()
+        if self._watch is not None:
+            self._watch.add_listener(self._nudge)
+        self._schedule_recheck()
+        self.runtime.call_soon(self._nudge)
+
+    def _nudge(self) -> None:
+        """Look again whether all is quiet; called after each batch of completions while closing."""
+        for waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+        if self._finish_when_quiet and self.state is State.CLOSING and self._is_quiet():
+            self._finish()
+
+    def _is_quiet(self) -> bool:
+        return not hasattr(self, "node") or self.node.quiet()
+
+    async def _until(self, reached: Callable[[], bool]) -> None:
+        """Wait until the engine's state is what is wanted."""
+        assert self._watch is not None
+        self._watch.add_listener(self._nudge)
+        self._schedule_recheck()
+        while not reached():
+            waiter = self.runtime.future()
+            self._waiting.append(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiting.remove(waiter)
+
+    def _schedule_recheck(self) -> None:
+        # Completions nudge; this is for the end of a peer that the ring does not report.
+        if self._recheck is None and self.state is State.CLOSING:
+            self._recheck = self.runtime.call_later(_RECHECK_SECONDS, self._on_recheck)
+
+    def _on_recheck(self) -> None:
+        self._recheck = None
+        self._nudge()
+        self._schedule_recheck()
+
+    def _finish(self) -> None:
+        """Let go of everything. The native side is quiet."""
+        if self.state is not State.CLOSING:
+            return
+        self.state = State.CLOSED
+        if self._recheck is not None:
+            self._recheck.cancel()
+        if self._host_door is not None:
+            self._host_door.close()
+        if hasattr(self, "operations"):
+            self.operations.fail_all(lambda: ClosedError("the DataDist was closed"))
+        if hasattr(self, "events"):
+            self.events.close()
+            self.inbox.close()
+        self._release_native()
+        for cache_id in tuple(self.table.records):
+            self.table.remove(cache_id)
+        assert self._stop is not None
+        assert self._over is not None
+        self._stop.set()
+        self._over.set()
+
+    def _release_native(self) -> None:
+        _centers.discard(self)
+        if hasattr(self, "node"):
+            self.node.close()
+        if self._watch is not None:
+            self._watch.remove_listener(self._nudge)
+            self._watch.release()
+            self._watch = None
+        if self._engine is not None:
+            self._engine.release()
+
+    async def wait_closed(self) -> None:
+        """Wait until nothing of this DataDist is left; see `DataDist.wait_closed`."""
+        if self._over is None or self.state is State.FORKED:
+            return
+        await self._over.wait()
+        if hasattr(self, "_root"):
+            await self.runtime.until_done(self._root)
+
+    # Without a loop. ----------------------------------------------------------------------------------------
+
+    def stop_native(self) -> None:
+        """Stop and join the native side without the loop: it is closed, or the interpreter ends."""
+        if self.state in (State.CLOSED, State.FORKED) or self._engine is None:
+            return
+        self._begin_closing()
+        self.state = State.CLOSED
+        if hasattr(self, "node"):
+            self.node.abort()
+            if not self.node.wait_quiet(self.config.drain_timeout + _GRACE_SECONDS):
+                _log.warning(
+                    "memory may still be touched by a peer", cluster_id=self.cluster_id, caches=self._exposed()
+                )
+        self._release_native()
+
+    def dropped(self) -> None:
+        """Stop, because the user's DataDist was dropped unclosed. May be called in any thread."""
+        if self.state in (State.CLOSED, State.FORKED) or self._engine is None:
+            return
+        if self.state is State.OPEN:
+            _warn_unclosed(self.cluster_id)
+        if self.runtime.closed:
+            self.stop_native()
+        elif self.thread_id == threading.get_ident():
+            self.abort()
+        else:
+            self.runtime.call_soon_threadsafe(self.abort)
+
+    def _after_fork_in_child(self) -> None:
+        self.state = State.FORKED
+        self._on_closing()
+
+    # To look at. --------------------------------------------------------------------------------------------
+
+    def rows(self) -> list[PendingOperation]:
+        """Return the rows of `DataDist.dump`."""
+        clusters = {peer.id: peer.cluster_id for peer in self.peers}
+        rows = self.operations.rows()
+        for op, peer, _, opcode, stop, age, done, total, path in self.node.pending():
+            rows.append(
+                PendingOperation(
+                    id=op,
+                    kind="pull" if opcode == _core.READ else "push",
+                    peer=clusters.get(peer),
+                    age=age,
+                    state="draining" if stop else "moving",
+                    bytes_done=done,
+                    bytes_total=total,
+                    transport=path.partition("-")[0] or None,
+                )
+            )
+        return rows
+
+
+def _probe(transports: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return which transports work on this machine, and why the others do not."""
+    found = {name: (usable, reason) for name, usable, reason in _core.probe_transports()}
+    usable = tuple(name for name in transports if found.get(name, (False, ""))[0])
+    unusable = {
+        name: found.get(name, (False, "this version does not have it"))[1] for name in transports if name not in usable
+    }
+    if not usable:
+        said = "; ".join(f"{name}: {why}" for name, why in unusable.items())
+        raise TransportError(f"no transport of Config.transports works here ({said})", hint="add tcp to it")
+    return usable, unusable
+
+
+def _warn_unclosed(cluster_id: int) -> None:
+    warnings.warn(f"unclosed DataDist of cluster {cluster_id}", ResourceWarning, stacklevel=2)
+
+
+def _stop_at_exit() -> None:
+    for center in tuple(_centers):
+        center.stop_native()
+
+
+atexit.register(_stop_at_exit)

@@ -1,0 +1,444 @@
+"""`DataDist`: one node of the cluster, its links and its life."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
+
+from ._loop import Runtime
+from .cache import DEFAULT_TIMEOUT, CacheManager, Timeout
+from .config import Config
+from .control.center import Center, State
+from .errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ClosedError,
+    ConfigError,
+    ForkedError,
+    WrongLoopError,
+)
+from .observe import Counters, PendingOperation
+from .types import Address, ClusterInfo, Role, as_integer, parse_address
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from . import _core
+    from .control.events import EventStream, NotificationStream
+    from .control.links import Link
+    from .control.table import LocalTable
+    from .transfer import Transfer
+
+__all__ = ["DataDist"]
+
+_NOWHERE = -1  # no thread has this id
+
+
+class DataDist:
+    """One node: it links peers, and its caches move to and from theirs.
+
+    Belongs to the event loop and the thread in which it was opened; several may live in one loop. Use it as
+    ``async with DataDist(...) as dd:``, or `open` and `aclose` it.
+
+    Parameters
+    ----------
+    cluster_id : int
+        0 to 2**64 - 1, unique among all that link each other.
+    role : Role
+        What this node is for. Peers see it; it restricts nothing.
+    listen : str or pair, optional
+        ``"host:port"`` or ``(host, port)`` where peers may link this node; port 0 takes any free one. Without
+        it only this node can link others.
+    config : Config, optional
+        `Config.from_env()` where it is left out.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        An argument cannot be used.
+    ConfigError
+        The config asks for what this version cannot do.
+
+    Notes
+    -----
+    An unclosed DataDist is stopped, with a ResourceWarning, when it is collected, when its loop is closed, or
+    at the interpreter's exit. In a forked child it is inert: every use raises `ForkedError`.
+    """
+
+    def __init__(
+        self,
+        cluster_id: SupportsIndex,
+        role: Role = Role.MIX,
+        *,
+        listen: str | tuple[str, int] | None = None,
+        config: Config | None = None,
+        _make_runtime: Callable[[], Runtime] = Runtime,
+    ) -> None:
+        self.cluster_id: int = as_integer(cluster_id, "cluster_id")
+        try:
+            self.role = Role(role)
+        except ValueError:
+            raise ArgumentError(f"role={role!r} is unknown", hint="use a Role") from None
+        if config is not None and not isinstance(config, Config):
+            raise ArgumentTypeError(f"config must be a Config, got {type(config).__name__}")
+        self._config = Config.from_env() if config is None else config
+        if self._config.cluster_key is not None:
+            raise ConfigError(
+                "this version cannot prove a cluster key yet",
+                hint="leave cluster_key out, and keep the port off untrusted networks",
+            )
+        address = None if listen is None else parse_address(listen, "listen", port_zero=True)
+        self._counters = Counters()
+        self._thread_id = _NOWHERE
+        self._links: Mapping[int, Link] = {}
+        self._cache_manager: CacheManager | None = None
+        face = weakref.ref(self)
+
+        def on_closing() -> None:
+            # From here on the fast paths fail, and the slow ones say why.
+            if (dd := face()) is not None:
+                dd._thread_id = _NOWHERE
+
+        def on_cache_quiet(cache_id: int) -> None:
+            if (dd := face()) is not None and dd._cache_manager is not None:
+                dd._cache_manager._on_cache_quiet(cache_id)
+
+        def exposed() -> tuple[str, ...]:
+            dd = face()
+            if dd is None or dd._cache_manager is None:
+                return ()
+            return tuple(repr(cache) for cache in dd._cache_manager.caches.values() if cache.remote is not None)
+
+        self._center = Center(
+            self.cluster_id,
+            self.role,
+            address,
+            self._config,
+            _make_runtime,
+            on_closing,
+            on_cache_quiet,
+            exposed,
+        )
+
+    def __repr__(self) -> str:
+        where = f", listening on {self.listen_address}" if self.listen_address is not None else ""
+        return f"<DataDist {self.cluster_id}: {self._center.state.value}{where}>"
+
+    # Life. --------------------------------------------------------------------------------------------------
+
+    async def open(self) -> Self:
+        """Start: engine, links, and listening if asked for.
+
+        Returns
+        -------
+        DataDist
+            This one.
+
+        Raises
+        ------
+        ClosedError
+            It was opened before. Make a new one instead.
+        TransportError
+            The address cannot be listened on, or no transport of the config works here.
+        """
+        if self._center.state is not State.NEW:
+            raise ClosedError(f"this DataDist is {self._center.state.value}", hint="make a new one; each opens once")
+        await self._center.open()
+        self._thread_id = self._center.thread_id
+        self._links = self._center.links.ready
+        self._cache_manager = CacheManager(self)
+        return self
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose(self._config.link_timeout)
+
+    async def aclose(self, timeout: float | None = None) -> None:
+        """Close in good order: no new work, running transfers end, peers are told, memory becomes quiet.
+
+        Parameters
+        ----------
+        timeout : float or None
+            Seconds after which force replaces patience; None waits as long as it takes. Leaving ``async
+            with`` uses ``Config.link_timeout``.
+
+        Raises
+        ------
+        MemoryStillExposed
+            Even force could not make sure that no peer touches the memory of the caches named: a process of
+            this host is stopped, perhaps. Their tensors stay referenced, and `wait_closed` waits for the
+            rest.
+
+        Notes
+        -----
+        Cancelling it ends in `abort`. Closing again is no error, and waits for the closing that runs.
+        """
+        if self._center.state in (State.OPENING, State.OPEN, State.CLOSING):
+            self._check_loop()
+        await self._center.aclose(timeout)
+        self._let_go()
+
+    def abort(self) -> None:
+        """Close at once, without waiting: transfers and links end, and peers see a closed link.
+
+        Local memory is quiet when `wait_closed` returns, not before.
+        """
+        if self._center.state in (State.OPENING, State.OPEN, State.CLOSING):
+            self._check_loop()
+        self._center.abort()
+
+    async def wait_closed(self) -> None:
+        """Wait until the closing that was begun has ended, and no peer can touch local memory any more."""
+        await self._center.wait_closed()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Give the tensors back: all is quiet."""
+        if self._center.state is State.CLOSED and self._cache_manager is not None:
+            for cache_id in self._cache_manager.caches:
+                self._cache_manager._on_cache_quiet(cache_id)
+
+    def __del__(self) -> None:
+        center = getattr(self, "_center", None)
+        if center is not None:
+            center.dropped()
+
+    def _check_loop(self) -> None:
+        if not self._center.runtime.is_current():
+            raise WrongLoopError(
+                f"{self!r} was used outside the event loop and thread in which it was opened",
+                hint="use loop.call_soon_threadsafe or asyncio.run_coroutine_threadsafe",
+            )
+
+    def _check_usable(self) -> None:
+        """Raise what is wrong, if the DataDist cannot be used here and now."""
+        state = self._center.state
+        if state is State.OPEN:
+            self._check_loop()
+        elif state is State.FORKED:
+            raise ForkedError(f"{self!r} belongs to the parent process", hint="open a DataDist of its own in the child")
+        else:
+            hint = "use async with, or await open()" if state is State.NEW else None
+            raise ClosedError(f"this DataDist is {state.value}", hint=hint)
+
+    # What it consists of. -----------------------------------------------------------------------------------
+
+    @property
+    def listen_address(self) -> Address | None:
+        """Host and port where it listens; None without ``listen=`` or before `open`."""
+        return self._center.listen_address
+
+    @property
+    def cache_manager(self) -> CacheManager:
+        """Registers caches and moves blocks.
+
+        Raises
+        ------
+        ClosedError
+            The DataDist was not opened.
+        """
+        if self._cache_manager is None:
+            raise ClosedError("this DataDist is not open yet", hint="use async with, or await open()")
+        return self._cache_manager
+
+    @property
+    def links(self) -> Mapping[int, Link]:
+        """The links that are ready, by cluster id: a view that changes."""
+        return MappingProxyType(self._links)
+
+    @property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        return self._center.runtime.loop
+
+    @property
+    def _node(self) -> _core.Node:
+        return self._center.node
+
+    @property
+    def _ring(self) -> _core.Ring:
+        return self._center.ring
+
+    @property
+    def _table(self) -> LocalTable:
+        return self._center.table
+
+    # Links. -------------------------------------------------------------------------------------------------
+
+    def link(self, info: ClusterInfo, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer[Link]:
+        """Link a peer, or return the link that exists.
+
+        Parameters
+        ----------
+        info : ClusterInfo
+            Who, and where it listens. Several addresses are tried in order.
+        timeout : float or None, optional
+            Seconds; omitted: ``Config.link_timeout``, None: no deadline.
+
+        Returns
+        -------
+        Transfer
+            Its result is the `Link`. Callers that link the same peer at the same time share one handshake;
+            cancelling one leaves the others.
+
+        Raises
+        ------
+        ArgumentError
+            No address is known.
+        ClosedError, WrongLoopError, ForkedError
+            The DataDist cannot be used.
+
+        Raises (when awaited)
+        ---------------------
+        LinkTimeout
+            The deadline passed. The message says what it waited for.
+        HandshakeError
+            Another cluster id listens there, or versions or transports do not fit.
+        LinkRefusedError
+            The peer said no: another node with this cluster id is linked to it and alive, or it is closing.
+        LinkError, PeerLostError
+            It cannot be reached, or was lost on the way.
+        """
+        self._check_usable()
+        _check_info(info)
+        return self._center.links.link(info, self._seconds(timeout))
+
+    def unlink(self, info: ClusterInfo, *, timeout: Timeout = DEFAULT_TIMEOUT, force: bool = False) -> Transfer[None]:
+        """End the link to a peer, on both sides. Transfers on it end with an error.
+
+        Parameters
+        ----------
+        info : ClusterInfo
+            Only the cluster id matters. One that is not linked is no error.
+        timeout : float or None, optional
+            Seconds; omitted: ``Config.link_timeout``, None: no deadline.
+        force : bool
+            Do not wait for the peer.
+
+        Returns
+        -------
+        Transfer
+            Ends when the peer has unlinked, too, and can no longer touch local memory. The link is ended here
+            at the call, or with the peer's answer, or at the deadline: in any case.
+
+        Raises
+        ------
+        ClosedError, WrongLoopError, ForkedError
+            The DataDist cannot be used.
+
+        Raises (when awaited)
+        ---------------------
+        LinkTimeout
+            The deadline passed. The link is ended here; the peer may not know, or may not be quiet.
+        """
+        self._check_usable()
+        _check_info(info)
+        return self._center.links.unlink(info.cluster_id, self._seconds(timeout), force=force)
+
+    def fence(self, cluster_id: SupportsIndex, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer[None]:
+        """Wait until no operation that a peer has started before can still touch local memory.
+
+        Parameters
+        ----------
+        cluster_id : int
+        timeout : float or None, optional
+            Seconds; omitted: ``Config.link_timeout``, None: no deadline.
+
+        Returns
+        -------
+        Transfer
+            For a peer whose link is gone it ends when what is left of that link is quiet.
+
+        Raises
+        ------
+        NotLinkedError
+            That cluster id was never linked.
+        ClosedError, WrongLoopError, ForkedError
+            The DataDist cannot be used.
+
+        Raises (when awaited)
+        ---------------------
+        LinkTimeout
+            The deadline passed. Memory may still be touched.
+        """
+        self._check_usable()
+        return self._center.links.fence(as_integer(cluster_id, "cluster_id"), self._seconds(timeout))
+
+    def _seconds(self, timeout: Timeout) -> float | None:
+        if timeout is DEFAULT_TIMEOUT:
+            return self._config.link_timeout
+        if timeout is None:
+            return None
+        if isinstance(timeout, bool) or not hasattr(timeout, "__float__"):
+            raise ArgumentTypeError(f"timeout must be seconds or None, got {timeout!r:.80}")
+        seconds = float(timeout)
+        if not 0 < seconds <= 1e9:
+            raise ArgumentError(f"timeout={timeout} is outside 0..1e9 seconds", hint="None means no deadline")
+        return seconds
+
+    # What happens. ------------------------------------------------------------------------------------------
+
+    def events(self) -> EventStream:
+        """Return the events from now on, as an asynchronous iterator.
+
+        Every reader gets all of them: `LinkStateChanged`, `CacheAnnounced`, `CacheGone`, `TransferEnded`, and
+        `EventsLagged` where it was too slow. The iterator ends when the DataDist is closed.
+        """
+        self._check_usable()
+        return self._center.events.stream()
+
+    def notifications(self) -> NotificationStream:
+        """Return what peers send with ``notify=``, as an asynchronous iterator of `Notification`.
+
+        There is one inbox: readers compete, and each notification goes to one of them. None is dropped; peers
+        wait instead when ``Config.notify_credits`` of theirs are unread.
+        """
+        self._check_usable()
+        from .control.events import NotificationStream
+
+        return NotificationStream(self._center.inbox)
+
+    def stats(self) -> dict[str, Any]:
+        """Return counts, as plain values.
+
+        Returns
+        -------
+        dict
+            ``total``: counts and latencies of all transfers (see `Counters`); ``links``: for each linked
+            cluster id its state, epoch, path, number of known caches and counts; ``pending``: operations that
+            have not ended; ``unread``: notifications that wait.
+        """
+        self._check_usable()
+        return {
+            "total": self._counters.as_dict(),
+            "links": {
+                cluster_id: {
+                    "state": link.state.value,
+                    "epoch": link.epoch,
+                    "path": str(link.path),
+                    "caches": len({entry.cache_id for entry in link.table.values()}),
+                    "counters": link._counters.as_dict(),
+                }
+                for cluster_id, link in self._links.items()
+            },
+            "pending": len(self.dump()),
+            "unread": len(self._center.inbox),
+        }
+
+    def dump(self) -> list[PendingOperation]:
+        """Return the operations that have not ended: age, peer, state and bytes of each, a line in ``str()``."""
+        self._check_usable()
+        return self._center.rows()
+
+
+def _check_info(info: ClusterInfo) -> None:
+    if not isinstance(info, ClusterInfo):
+        raise ArgumentTypeError(
+            f"expected a ClusterInfo, got {type(info).__name__}", hint='ClusterInfo(1, "10.0.0.1:26000")'
+        )
