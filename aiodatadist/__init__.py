@@ -1,0 +1,149 @@
+"""aiodatadist: KV caches from the node that prefilled them to the node that decodes, awaited in asyncio.
+
+The names are LLM-DataDist's, the manners are asyncio's: `DataDist` links clusters, its `cache_manager` registers caches
+and pulls or pushes blocks, and everything that waits is an awaitable with a deadline and a cancel that drains.
+"""
+
+from __future__ import annotations
+
+import os
+
+try:
+    from . import _core as _core
+except ModuleNotFoundError as why:
+    if why.name != f"{__name__}._core":
+        raise
+    raise ImportError(
+        "aiodatadist is not compiled here; run `pip install -e .` in the checkout, or leave its directory"
+    ) from why
+
+from .cache import DEFAULT_TIMEOUT, Cache, CacheManager
+from .config import Config
+from .control.links import Link
+from .datadist import DataDist
+from .errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BlockIndexError,
+    BusyError,
+    CacheAccessError,
+    CacheError,
+    CacheExists,
+    CacheMismatch,
+    CacheNotFound,
+    ClosedError,
+    ConfigError,
+    DataDistError,
+    ForkedError,
+    HandshakeError,
+    InternalError,
+    LinkError,
+    LinkRefusedError,
+    LinkTimeout,
+    MemoryStillExposed,
+    NotLinkedError,
+    OutOfMemoryError,
+    PartialTransferError,
+    PeerLostError,
+    ProtocolError,
+    RegistrationError,
+    Status,
+    TransferAborted,
+    TransferError,
+    TransferTimeout,
+    TransportError,
+    TransportUnavailable,
+    UsageError,
+    WrongLoopError,
+)
+from .transfer import Progress, Transfer
+from .types import (
+    BlocksCacheKey,
+    CacheAnnounced,
+    CacheDesc,
+    CacheGone,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    ClusterInfo,
+    Geometry,
+    LinkPath,
+    LinkState,
+    LinkStateChanged,
+    Notification,
+    Placement,
+    Role,
+    TransferEnded,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "ArgumentError",
+    "ArgumentTypeError",
+    "BlockIndexError",
+    "BlocksCacheKey",
+    "BusyError",
+    "Cache",
+    "CacheAccessError",
+    "CacheAnnounced",
+    "CacheDesc",
+    "CacheError",
+    "CacheExists",
+    "CacheGone",
+    "CacheKey",
+    "CacheKeyByIdAndIndex",
+    "CacheManager",
+    "CacheMismatch",
+    "CacheNotFound",
+    "ClosedError",
+    "ClusterInfo",
+    "Config",
+    "ConfigError",
+    "DataDist",
+    "DataDistError",
+    "ForkedError",
+    "Geometry",
+    "HandshakeError",
+    "InternalError",
+    "Link",
+    "LinkError",
+    "LinkPath",
+    "LinkRefusedError",
+    "LinkState",
+    "LinkStateChanged",
+    "LinkTimeout",
+    "MemoryStillExposed",
+    "NotLinkedError",
+    "Notification",
+    "OutOfMemoryError",
+    "PartialTransferError",
+    "PeerLostError",
+    "Placement",
+    "Progress",
+    "ProtocolError",
+    "RegistrationError",
+    "Role",
+    "Status",
+    "Transfer",
+    "TransferAborted",
+    "TransferEnded",
+    "TransferError",
+    "TransferTimeout",
+    "TransportError",
+    "TransportUnavailable",
+    "UsageError",
+    "WrongLoopError",
+    "__version__",
+    "get_include",
+]
+
+
+def get_include() -> str:
+    """Return the directory of ``aiodatadist/transport.h``, for out-of-tree transports.
+
+    It lies in the package in an installed wheel, and beside the package in a checkout.
+    """
+    here = os.path.dirname(os.path.abspath(__file__))
+    inside = os.path.join(here, "include")
+    return inside if os.path.isdir(inside) else os.path.join(os.path.dirname(here), "include")
