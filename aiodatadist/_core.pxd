@@ -257,7 +257,7 @@ cdef class Pair:
     cdef readonly object pin
     cdef readonly uint32_t local_tensors
     cdef Ring ring
-    cdef CEngine *engine
+    cdef Engine engine
     cdef uint64_t cost_base_ns
     cdef uint64_t cost_per_kib_ns
     cdef refusal(self, const CSubmitResult &result, int opcode)

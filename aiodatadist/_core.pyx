@@ -211,11 +211,14 @@ cdef class Engine:
         """Give the engine back. The last user waits, without the GIL, until its threads have ended."""
         if self.engine.get() == NULL or in_forked_child():
             return
-        if self.counted:
-            with nogil:
-                CEngine.release(self.engine)
-        else:
-            self.engine.reset()
+        # Gone for every other user first: they find no engine instead of one that is being joined.
+        cdef shared_ptr[CEngine] engine = move(self.engine)
+        self.engine.reset()
+        with nogil:
+            if self.counted:
+                CEngine.release(engine)
+            else:
+                engine.reset()
 
     cdef CEngine *get(self) except NULL:
         if self.engine.get() == NULL:
@@ -529,6 +532,8 @@ cdef class Peer:
         self.node.engine.get().disconnect(self.peer, status)
 
 
+# Its attributes are needed to give the key back, also when the collector ends it as part of a cycle.
+@cython.no_gc_clear
 @cython.final
 cdef class RemoteCache:
     """A peer's cache, reachable from here."""
@@ -636,7 +641,7 @@ cdef class Pair:
         self.remote = remote
         self.pin = pin
         self.ring = local.node.ring
-        self.engine = local.node.engine.get()
+        self.engine = local.node.engine
         self.request.local = local.cache
         self.request.remote = remote.cache
         self.local_tensors = local.cache.get().geometry.num_tensors
@@ -679,7 +684,7 @@ cdef class Pair:
         # The operation owns a reference until its completion is drained. Taken first: it may end before submit returns.
         Py_INCREF(transfer)
         try:
-            result = self.engine.submit(deref(request))
+            result = self.engine.get().submit(deref(request))
         except BaseException:
             Py_DECREF(transfer)
             raise
@@ -725,12 +730,13 @@ cdef class Pair:
 
     def cancel(self, uint64_t op):
         """Ask the engine to end an operation; its completion follows. Nothing happens if it has ended."""
-        self.engine.cancel(op)
+        if self.engine.engine.get() != NULL:
+            self.engine.get().cancel(op)
 
     def progress(self, uint64_t op):
         """Bytes done of a running operation, or None once it has retired."""
         cdef uint64_t done = 0
         cdef uint64_t total = 0
-        if self.engine.progress(op, &done, &total):
+        if self.engine.engine.get() != NULL and self.engine.get().progress(op, &done, &total):
             return done
         return None

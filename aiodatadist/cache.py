@@ -350,6 +350,9 @@ class CacheManager:
         if cache._state in ("registering", "ready"):
             registered = cache._state == "ready"
             cache._state = "closing"
+            for link in self._dd._links.values():
+                for entry in link.table.values():
+                    entry.pairs.pop(cache.id, None)
             self._dd._table.remove(cache.id)
             if cache.key is not None and self._keys.get(cache.key.model_id) is cache:
                 del self._keys[cache.key.model_id]

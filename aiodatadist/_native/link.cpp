@@ -104,9 +104,11 @@ adt_status_t Engine::register_cache(const std::shared_ptr<Node> &node, const adt
         for (unsigned k = 0; k < i; ++k) transports_[k].ops->dereg_mem(transports_[k].handle, cache->mems[k]);
         return status;
     }
-    const std::lock_guard<std::mutex> lock(mu_);
+    Section s(*this);
+    out = cache;
     node->caches.emplace(cache->id, cache);
-    out = std::move(cache);
+    // Closed while the transports registered it, which may take long: taken back in the ordinary way.
+    if (node->closed) close_local(s, node, cache);
     return ADT_OK;
 }
 
