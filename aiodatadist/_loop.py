@@ -42,6 +42,7 @@ __all__ = [
     "RingWatch",
     "Runtime",
     "SocketStream",
+    "SocketWatch",
     "Stream",
     "StreamListener",
     "Tasks",
@@ -156,8 +157,8 @@ class Deadline:
         return self._scope is not None and self._scope.cancelled_caught
 
     def cancel(self) -> None:
-        """End what is inside now. Does nothing before it has begun."""
-        if self._scope is not None:
+        """End what is inside now. Does nothing before it has begun, or without a running loop."""
+        if self._scope is not None and asyncio._get_running_loop() is not None:
             self._scope.cancel()
 
 
@@ -302,6 +303,27 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 def _again(error: OSError) -> OSError:
     """Return a new error of the same kind: one object raised in two tasks would mix their tracebacks."""
     return OSError(error.errno, error.strerror)
+
+
+class SocketWatch(_Watched):
+    """Calls back whenever a socket of the engine is readable. Owns the descriptor, which is a duplicate.
+
+    Parameters
+    ----------
+    loop : asyncio.AbstractEventLoop
+    fd : int
+        Of a stream socket; closed by `close`.
+    callback : callable
+        Reads what is there, or closes the watch.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, fd: int, callback: Callable[[], None]) -> None:
+        super().__init__(loop, socket.socket(fileno=fd))
+        loop.add_reader(self._fd, callback)
+
+    def _leave_loop(self) -> None:
+        if self._on_loop():
+            self._loop.remove_reader(self._fd)
 
 
 class Stream(ABC):
@@ -628,7 +650,8 @@ class Listener(_Acceptor, StreamListener):
 # The unix side of a same-host link. -------------------------------------------------------------------------
 
 _CREDENTIALS: Final = struct.Struct("3i")
-_MAX_FDS: Final = 4
+_FD: Final = struct.Struct("i")
+_FDS_SPACE: Final = socket.CMSG_SPACE(4 * _FD.size)
 
 
 class HostChannel(_Watched):
@@ -658,9 +681,14 @@ class HostChannel(_Watched):
         """
         self._check_open()
         try:
-            data, fds, flags, _ = socket.recv_fds(self._sock, limit, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+            # Not socket.recv_fds, which drops its flags: these must close on exec from the first moment.
+            data, control, flags, _ = self._sock.recvmsg(limit, _FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
         except (BlockingIOError, InterruptedError):
             return None
+        fds: list[int] = []
+        for level, kind, content in control:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds += memoryview(content)[: len(content) // _FD.size * _FD.size].cast("i")
         if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
             close_all(fds)
             raise OSError(errno.EMSGSIZE, "the message or its descriptors do not fit")
@@ -750,9 +778,11 @@ class RingWatch:
         return watch
 
     def _drain(self) -> None:
-        self.ring.drain()
-        for listener in tuple(self._listeners):
-            listener()
+        try:
+            self.ring.drain()
+        finally:
+            for listener in tuple(self._listeners):
+                listener()
 
     def add_listener(self, listener: Callable[[], None]) -> None:
         """Call `listener` after each batch of completions."""
@@ -843,6 +873,10 @@ class Runtime:
     def ring(self, engine: _core.Engine, inline_budget: float, *, shared: bool = True) -> RingWatch:
         """Return the completion ring of this loop; see `RingWatch.acquire`."""
         return RingWatch.acquire(self.loop, engine, inline_budget, shared=shared)
+
+    def watch(self, fd: int, callback: Callable[[], None]) -> SocketWatch:
+        """Call back whenever a socket of the engine is readable; takes the descriptor over."""
+        return SocketWatch(self.loop, fd, callback)
 
     async def resolve(self, address: Address, *, passive: bool = False) -> list[tuple[int, tuple[Any, ...]]]:
         """Return families and socket addresses of a host; only names take a thread. Raises OSError."""

@@ -19,7 +19,7 @@ from .errors import (
     ForkedError,
     WrongLoopError,
 )
-from .observe import Counters, PendingOperation
+from .observe import PendingOperation
 from .types import Address, ClusterInfo, Role, as_integer, parse_address
 
 if TYPE_CHECKING:
@@ -91,7 +91,6 @@ class DataDist:
                 hint="leave cluster_key out, and keep the port off untrusted networks",
             )
         address = None if listen is None else parse_address(listen, "listen", port_zero=True)
-        self._counters = Counters()
         self._thread_id = _NOWHERE
         self._links: Mapping[int, Link] = {}
         self._cache_manager: CacheManager | None = None
@@ -416,7 +415,7 @@ class DataDist:
         """
         self._check_usable()
         return {
-            "total": self._counters.as_dict(),
+            "total": self._center.links.counted().as_dict(),
             "links": {
                 cluster_id: {
                     "state": link.state.value,

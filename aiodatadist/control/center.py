@@ -20,12 +20,13 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from .. import _core
-from .._loop import Deadline, RingWatch, Runtime, Tasks, at_fork_in_child, shielded
-from ..errors import ClosedError, DataDistError, MemoryStillExposed, TransportError
+from .._loop import Deadline, Runtime, Tasks, Timer, at_fork_in_child, shielded
+from ..errors import ClosedError, MemoryStillExposed, TransportError
 from ..observe import PendingOperation, get_logger
+from . import wire
 from .events import EventHub, Inbox
 from .handshake import Handshaker, Own, SessionDoor
 from .hostproof import HostDoor
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from ..config import Config
-    from ..types import Address, Role, TransferEnded
+    from ..types import Address, Role
 
 __all__ = ["Center", "State"]
 
@@ -105,14 +106,11 @@ class Center:
         self._on_closing = on_closing
         self._on_cache_quiet = on_cache_quiet
         self._exposed = exposed
-        self._stop: asyncio.Event | None = None
-        self._over: asyncio.Event | None = None
-        self._waiting: list[asyncio.Future[None]] = []
-        self._recheck: Any = None
+        self._built = False
         self._finish_when_quiet = False
-        self._engine: _core.Engine | None = None
-        self._watch: RingWatch | None = None
-        self._host_door: HostDoor | None = None
+        self._waiting: list[asyncio.Future[None]] = []
+        self._recheck: Timer | None = None
+        self._root: asyncio.Task[None] | None = None
 
     # Opening. -----------------------------------------------------------------------------------------------
 
@@ -120,74 +118,65 @@ class Center:
         """Start everything. Undone if it fails or is cancelled."""
         self.state = State.OPENING
         try:
-            await self._open()
+            self._build()
+            entered = self.runtime.future()
+            self._root = self.runtime.root_task(self._run(entered), f"aiodatadist-{self.cluster_id}")
+            await entered
+            await self._start_listening()
+            if self.state is not State.OPENING:
+                raise ClosedError("the DataDist was closed while it was being opened")
         except BaseException:
             self.abort()
+            with shielded(), Deadline(_GRACE_SECONDS):
+                await self.wait_closed()
             raise
         self.state = State.OPEN
 
-    async def _open(self) -> None:
+    def _build(self) -> None:
+        """Make all parts. None of them does anything before the task group is entered."""
         config = self.config
+        usable, unusable = _probe(config.transports)
         self.runtime = runtime = self._make_runtime()
         self.thread_id = threading.get_ident()
-        self._stop, self._over = runtime.event(), runtime.event()
         self._engine, shared = runtime.acquire_engine(config.copy_threads, config.io_threads)
-        _centers.add(self)
-        at_fork_in_child(self)
-        self._watch = runtime.ring(self._engine, config.inline_budget, shared=shared)
+        try:
+            self._watch = runtime.ring(self._engine, config.inline_budget, shared=shared)
+        except BaseException:
+            self._engine.release()
+            raise
+        try:
+            self.node = _core.Node(
+                self._engine,
+                self._watch.ring,
+                self.cluster_id,
+                self._on_event,
+                drain_timeout=config.drain_timeout,
+                heartbeat_limit=config.heartbeat_limit,
+                inline_bytes=config.inline_bytes,
+                populate_limit=config.populate_limit,
+            )
+        except BaseException:
+            self._watch.release()
+            self._engine.release()
+            raise
         self.ring = self._watch.ring
-        self.node = _core.Node(
-            self._engine,
-            self.ring,
-            self.cluster_id,
-            self._on_event,
-            drain_timeout=config.drain_timeout,
-            heartbeat_limit=config.heartbeat_limit,
-            inline_bytes=config.inline_bytes,
-            populate_limit=config.populate_limit,
-        )
+        self._stop, self._over = runtime.event(), runtime.event()
+        self._tasks = Tasks()
         self.events = EventHub(runtime)
         self.inbox = Inbox(runtime, lambda cluster_id: self.links.notification_read(cluster_id))
-        self.peers = NativePeers(runtime, self._on_transfer_ended)
-        started = runtime.future()
-        self._root = runtime.root_task(self._run(started), f"aiodatadist-{self.cluster_id}")
-        await started
-        if self._listen is not None:
-            try:
-                self.listen_address = await self.reception.listen(self._listen)
-            except OSError as why:
-                raise TransportError(
-                    f"cannot listen on {self._listen}: {why.strerror or why}",
-                    transport="tcp",
-                    hint="choose a free port, or port 0 for any",
-                ) from why
-            if not self._listen.host.startswith(_LOOPBACK) and config.cluster_key is None:
-                _log.warning(
-                    "listening beyond this host without a cluster key: whoever reaches the port can link",
-                    cluster_id=self.cluster_id,
-                    address=str(self.listen_address),
-                )
-        self.own.listen = () if self.listen_address is None else (str(self.listen_address),)
-
-    def _build(self, tasks: Tasks) -> None:
-        config, runtime = self.config, self.runtime
-        usable, unusable = _probe(config.transports)
+        self.peers = NativePeers(runtime, self.events.publish)
         self.own = Own(
             cluster_id=self.cluster_id,
-            incarnation=secrets.token_bytes(16),
+            incarnation=secrets.token_bytes(wire.ID_SIZE),
             role=self.role,
             config=config,
             usable=usable,
             unusable=unusable,
             secret=_core.Secret(),
         )
-        if "shm" in usable:
-            try:
-                self._host_door = HostDoor(runtime, tasks, config.handshake_timeout)
-            except OSError as why:
-                _log.warning("no same-host proofs from peers: no unix socket", error=str(why))
-        self.operations = Operations(runtime, tasks)
+        self.operations = Operations(runtime, self._tasks)
         sessions = SessionDoor(runtime)
+        self._host_door = HostDoor(runtime, self._tasks, config.handshake_timeout)
         self.links = LinkManager(
             runtime,
             self.own,
@@ -196,30 +185,50 @@ class Center:
             self.table,
             self.inbox,
             self.operations,
-            tasks,
+            self._tasks,
             Handshaker(runtime, self.own, sessions, self._host_door),
             self.events.publish,
         )
-        self.reception = Reception(runtime, tasks, config.handshake_timeout, sessions, self.links.serve)
+        self._reception = Reception(runtime, self._tasks, config.handshake_timeout, sessions, self.links.serve)
+        _centers.add(self)
+        at_fork_in_child(self)
+        self._built = True
 
-    async def _run(self, started: asyncio.Future[None]) -> None:
-        """Hold the task group of this DataDist. Being cancelled is an abort."""
-        assert self._stop is not None
+    async def _start_listening(self) -> None:
+        if self._listen is None:
+            return
+        if "shm" in self.own.usable:
+            try:
+                self._host_door.open()
+            except OSError as why:
+                _log.warning("peers cannot prove the same host: no unix socket", error=str(why))
         try:
-            async with Tasks() as tasks:
-                try:
-                    self._build(tasks)
-                except DataDistError as why:
-                    started.set_exception(why)
-                else:
-                    started.set_result(None)
+            self.listen_address = await self._reception.listen(self._listen)
+        except OSError as why:
+            raise TransportError(
+                f"cannot listen on {self._listen}: {why.strerror or why}",
+                transport="tcp",
+                hint="choose a free port, or port 0 for any",
+            ) from why
+        self.own.listen = (str(self.listen_address),)
+        if not self._listen.host.startswith(_LOOPBACK) and self.config.cluster_key is None:
+            _log.warning(
+                "listening beyond this host without a cluster key: whoever reaches the port can link",
+                cluster_id=self.cluster_id,
+                address=str(self.listen_address),
+            )
+
+    async def _run(self, entered: asyncio.Future[None]) -> None:
+        """Hold the task group of this DataDist. Being cancelled is an abort."""
+        try:
+            async with self._tasks:
+                if not entered.done():
+                    entered.set_result(None)
                 await self._stop.wait()
-                tasks.cancel()
+                self._tasks.cancel()
         except GeneratorExit:
-            raise  # the loop is closed; nothing in here can wait any more
+            raise  # the loop is closed, and nothing in here can wait any more
         except BaseException as why:
-            if not started.done():
-                started.cancel()
             await self._run_ended(why)
             raise
 
@@ -230,7 +239,6 @@ class Center:
         elif self.state is State.OPEN:
             _warn_unclosed(self.cluster_id)
         self.abort()
-        assert self._over is not None
         try:
             with shielded(), Deadline(self.config.drain_timeout + _GRACE_SECONDS):
                 await self._over.wait()
@@ -248,9 +256,6 @@ class Center:
         else:
             self.peers.on_event(kind, peer_id, token, status, cache_id, nbytes, opcode)
 
-    def _on_transfer_ended(self, event: TransferEnded) -> None:
-        self.events.publish(event)
-
     # Closing. -----------------------------------------------------------------------------------------------
 
     def _begin_closing(self) -> None:
@@ -261,7 +266,9 @@ class Center:
     async def aclose(self, timeout: float | None) -> None:
         """Close in good order; see `DataDist.aclose`."""
         if self.state is State.NEW:
+            self._begin_closing()
             self.state = State.CLOSED
+            return
         if self.state in (State.CLOSED, State.FORKED):
             return
         if self.state is State.CLOSING:
@@ -270,7 +277,7 @@ class Center:
         self._begin_closing()
         try:
             with Deadline(timeout) as limit:
-                self.reception.close()
+                self._reception.close()
                 self.links.stop_linking()
                 await self._until(lambda: not self.node.pending())
                 await self.links.unlink_all()
@@ -280,7 +287,7 @@ class Center:
                 self.abort()
                 with Deadline(self.config.drain_timeout + _GRACE_SECONDS):
                     await self.wait_closed()
-                if self.state is not State.CLOSED:
+                if not self._over.is_set():
                     raise MemoryStillExposed(caches=self._exposed())
         except BaseException:
             self.abort()
@@ -298,38 +305,29 @@ class Center:
         """Stop everything at once; see `DataDist.abort`."""
         if self.state in (State.CLOSED, State.FORKED):
             return
-        if self._engine is None:  # opening failed before there was anything
-            self.state = State.CLOSED
-            return
         self._begin_closing()
-        if self._finish_when_quiet:
-            return
-        self._finish_when_quiet = True
-        if hasattr(self, "reception"):
-            self.reception.close()
+        if not self._built:
+            self.state = State.CLOSED
+        elif not self._finish_when_quiet:
+            self._finish_when_quiet = True
+            self._reception.close()
             self.links.end_all()
             self.operations.fail_all(lambda: ClosedError("the DataDist was closed"))
-        if hasattr(self, "node"):
             self.node.abort()
-        if self._watch is not None:
             self._watch.add_listener(self._nudge)
-        self._schedule_recheck()
-        self.runtime.call_soon(self._nudge)
+            self._schedule_recheck()
+            self.runtime.call_soon(self._nudge)
 
     def _nudge(self) -> None:
         """Look again whether all is quiet; called after each batch of completions while closing."""
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_result(None)
-        if self._finish_when_quiet and self.state is State.CLOSING and self._is_quiet():
+        if self._finish_when_quiet and self.state is State.CLOSING and self.node.quiet():
             self._finish()
-
-    def _is_quiet(self) -> bool:
-        return not hasattr(self, "node") or self.node.quiet()
 
     async def _until(self, reached: Callable[[], bool]) -> None:
         """Wait until the engine's state is what is wanted."""
-        assert self._watch is not None
         self._watch.add_listener(self._nudge)
         self._schedule_recheck()
         while not reached():
@@ -357,59 +355,45 @@ class Center:
         self.state = State.CLOSED
         if self._recheck is not None:
             self._recheck.cancel()
-        if self._host_door is not None:
-            self._host_door.close()
-        if hasattr(self, "operations"):
-            self.operations.fail_all(lambda: ClosedError("the DataDist was closed"))
-        if hasattr(self, "events"):
-            self.events.close()
-            self.inbox.close()
-        self._release_native()
-        for cache_id in tuple(self.table.records):
-            self.table.remove(cache_id)
-        assert self._stop is not None
-        assert self._over is not None
+        self.operations.fail_all(lambda: ClosedError("the DataDist was closed"))
+        self._release()
+        self.events.close()
+        self.inbox.close()
         self._stop.set()
         self._over.set()
 
-    def _release_native(self) -> None:
+    def _release(self) -> None:
         _centers.discard(self)
-        if hasattr(self, "node"):
-            self.node.close()
-        if self._watch is not None:
-            self._watch.remove_listener(self._nudge)
-            self._watch.release()
-            self._watch = None
-        if self._engine is not None:
-            self._engine.release()
+        self._host_door.close()
+        self.node.close()
+        self._watch.remove_listener(self._nudge)
+        self._watch.release()
+        self._engine.release()
 
     async def wait_closed(self) -> None:
         """Wait until nothing of this DataDist is left; see `DataDist.wait_closed`."""
-        if self._over is None or self.state is State.FORKED:
+        if not self._built or self.state is State.FORKED:
             return
         await self._over.wait()
-        if hasattr(self, "_root"):
+        if self._root is not None:
             await self.runtime.until_done(self._root)
 
     # Without a loop. ----------------------------------------------------------------------------------------
 
     def stop_native(self) -> None:
         """Stop and join the native side without the loop: it is closed, or the interpreter ends."""
-        if self.state in (State.CLOSED, State.FORKED) or self._engine is None:
+        if not self._built or self.state in (State.CLOSED, State.FORKED):
             return
         self._begin_closing()
         self.state = State.CLOSED
-        if hasattr(self, "node"):
-            self.node.abort()
-            if not self.node.wait_quiet(self.config.drain_timeout + _GRACE_SECONDS):
-                _log.warning(
-                    "memory may still be touched by a peer", cluster_id=self.cluster_id, caches=self._exposed()
-                )
-        self._release_native()
+        self.node.abort()
+        if not self.node.wait_quiet(self.config.drain_timeout + _GRACE_SECONDS):
+            _log.warning("peers may still touch memory", cluster_id=self.cluster_id, caches=list(self._exposed()))
+        self._release()
 
     def dropped(self) -> None:
         """Stop, because the user's DataDist was dropped unclosed. May be called in any thread."""
-        if self.state in (State.CLOSED, State.FORKED) or self._engine is None:
+        if not self._built or self.state in (State.CLOSED, State.FORKED):
             return
         if self.state is State.OPEN:
             _warn_unclosed(self.cluster_id)

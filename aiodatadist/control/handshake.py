@@ -152,6 +152,10 @@ def refusal_error(kind: str, reason: str, status: int, peer: int | None) -> Data
             return LinkRefusedError(reason, peer=peer, status=known)
 
 
+
+SHORT_CONNECTIONS: Final = 2
+"""Data connections for short requests beside the bulk ones, one for each side's, on links without shm."""
+
 @dataclass(frozen=True, slots=True)
 class Agreement:
     """What two identities have in common.
@@ -303,10 +307,13 @@ class Session:
         Agreed, in this side's order.
     host : HostPeer or None
         The peer on the same host, if shm is agreed.
+    dialed : bool
+        This side opened the connections.
     """
 
-    def __init__(self, channel: Channel, *, granted: int) -> None:
+    def __init__(self, channel: Channel, *, granted: int, dialed: bool = False) -> None:
         self.channel = channel
+        self.dialed = dialed
         self.granted = granted
         self.stage = "connecting"
         self.theirs: wire.Identity | None = None
@@ -460,11 +467,10 @@ class Handshaker:
     runtime : Runtime
     own : Own
     sessions : SessionDoor
-    host_door : HostDoor or None
-        None where this side does not use shm.
+    host_door : HostDoor
     """
 
-    def __init__(self, runtime: Runtime, own: Own, sessions: SessionDoor, host_door: HostDoor | None) -> None:
+    def __init__(self, runtime: Runtime, own: Own, sessions: SessionDoor, host_door: HostDoor) -> None:
         self._runtime = runtime
         self.own = own
         self._sessions = sessions
@@ -519,6 +525,8 @@ class Handshaker:
             channel.send(why.message())
             raise refusal_error(why.kind, why.reason, why.status, cluster_id) from None
         count = agreed.data_connections if _TCP in session.transports else 0
+        if count and _SHM not in session.transports:
+            count += SHORT_CONNECTIONS
         channel.send(wire.Agree(transports=list(session.transports), data_connections=count))
         session.stage = "opening engine and data connections"
         await self._open_connections(session, reply.token, count)
@@ -613,14 +621,14 @@ class Handshaker:
         channel = session.channel
         config = self.own.config
         session.theirs = hello
-        token, arrivals = self._sessions.open(config.tcp_connections)
+        token, arrivals = self._sessions.open(config.tcp_connections + SHORT_CONNECTIONS)
         offer: wire.HostOffer | None = None
         proved: list[HostPeer] = []
         try:
             fields = self.own.fields(session.granted)
             mine = wire.Identity(**fields)
             session.transports = negotiate(mine, hello).transports
-            if _SHM in session.transports and self._host_door is not None:
+            if _SHM in session.transports:
                 offer = self._host_door.offer(proved.append)
             channel.send(wire.HelloReply(token=token, host=offer, **fields))
             if _SHM in session.transports:
@@ -639,7 +647,7 @@ class Handshaker:
             channel.set_limits(hello.max_message, config.control_max_bytes)
         finally:
             self._sessions.shut(token)
-            if offer is not None and self._host_door is not None:
+            if offer is not None:
                 self._host_door.withdraw(offer)
             for peer in proved:
                 if peer is not session.host:
@@ -669,7 +677,7 @@ class Handshaker:
         if _SHM not in chosen and session.host is not None:
             session.drop_shm("the peer decided against it")
         session.transports = chosen
-        most = min(self.own.config.tcp_connections, session.peer.tcp_connections)
+        most = min(self.own.config.tcp_connections, session.peer.tcp_connections) + SHORT_CONNECTIONS
         fits = 1 <= agree.data_connections <= most if _TCP in chosen else agree.data_connections == 0
         if not chosen or not fits:
             names = ", ".join(chosen) or "no transport"

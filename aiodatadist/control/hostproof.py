@@ -254,16 +254,25 @@ class HostDoor:
     """
 
     def __init__(self, runtime: Runtime, tasks: Tasks, timeout: float) -> None:
+        self._runtime = runtime
         self._tasks = tasks
         self._timeout = timeout
         self._channels = 0
         self._awaited: dict[bytes, Callable[[HostPeer], None]] = {}
-        self._listener: HostListener = runtime.listen_host(
-            b"aiodatadist-" + secrets.token_hex(16).encode(), self._on_channel
-        )
+        self._listener: HostListener | None = None
 
-    def offer(self, on_peer: Callable[[HostPeer], None]) -> wire.HostOffer:
-        """Make an offer; `on_peer` is called at most once, with a peer that it owns from then on."""
+    def open(self) -> None:
+        """Start listening, under a random name. Raises OSError."""
+        name = b"aiodatadist-" + secrets.token_hex(16).encode()
+        self._listener = self._runtime.listen_host(name, self._on_channel)
+
+    def offer(self, on_peer: Callable[[HostPeer], None]) -> wire.HostOffer | None:
+        """Make an offer, if this side listens.
+
+        `on_peer` is called at most once, with a peer that it owns from then on.
+        """
+        if self._listener is None:
+            return None
         nonce = secrets.token_bytes(wire.ID_SIZE)
         self._awaited[nonce] = on_peer
         return wire.HostOffer(name=self._listener.name, nonce=nonce)
@@ -274,7 +283,8 @@ class HostDoor:
 
     def close(self) -> None:
         """Stop listening."""
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
         self._awaited.clear()
 
     def _on_channel(self, channel: HostChannel) -> None:

@@ -29,7 +29,7 @@ from ..errors import (
     PeerLostError,
     Status,
 )
-from ..observe import get_logger
+from ..observe import Counters, get_logger
 from ..types import Address, ClusterInfo, Event, LinkPath, LinkState, LinkStateChanged
 from . import wire
 from .handshake import Channel, Crossed, Handshaker, Own, Refusal, Session
@@ -130,6 +130,7 @@ class _Slot:
         self.cluster_id = cluster_id
         self.epoch = 0
         self.state = LinkState.IDLE
+        self.counters = Counters()
         self.link: Link | None = None
         self.attempt: _Attempt | None = None
         self.incoming: _Incoming | None = None
@@ -147,6 +148,8 @@ class _Slot:
 
     def pulse(self) -> None:
         """Wake whoever waits for a change."""
+        if self._runtime.closed:
+            return
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_result(None)
@@ -164,6 +167,8 @@ class SelfLink(Link):
         self.peer_listens_at = own.listen
         self.table = {}
         self.error = None
+        self.notify_max_bytes = 0
+        self._counters = Counters()
 
     def post_notification(self, payload: bytes) -> asyncio.Future[None]:
         """Refuse: there is no peer."""
@@ -234,6 +239,13 @@ class LinkManager:
     def _granted(self, cluster_id: int) -> int:
         return max(0, self.own.config.notify_credits - self.inbox.unread(cluster_id))
 
+    def counted(self) -> Counters:
+        """Return the counts of all peers, summed up."""
+        total = Counters()
+        for slot in self._slots.values():
+            total += slot.counters
+        return total
+
     def notification_read(self, cluster_id: int) -> None:
         """Give a credit back to the peer."""
         link = self.ready.get(cluster_id)
@@ -273,7 +285,7 @@ class LinkManager:
     def _make_link(self, slot: _Slot, session: Session) -> Link:
         """Turn a finished handshake into a link that runs."""
         slot.epoch += 1
-        link = Link(self, session, slot.epoch)
+        link = Link(self, session, slot.epoch, slot.counters)
         self.publish(LinkStateChanged(slot.cluster_id, slot.state, LinkState.LINKING, slot.epoch))
         return link
 
@@ -350,7 +362,8 @@ class LinkManager:
                 attempt.error = error or LinkError("linking was given up", peer=slot.cluster_id)
             self._attempt_over(slot, attempt)
             self._tidy(slot)
-            attempt.over.set()
+            if not self.runtime.closed:
+                attempt.over.set()
 
     async def _dial_until_linked(self, slot: _Slot, attempt: _Attempt) -> Link:
         pause = _RETRY_FIRST
@@ -382,7 +395,7 @@ class LinkManager:
         if not attempt.info.addresses:
             raise LinkError("the peer gave its connection up, and its address is not known")
         stream = await self._connect(attempt)
-        session = Session(Channel(stream, slot.cluster_id), granted=self._granted(slot.cluster_id))
+        session = Session(Channel(stream, slot.cluster_id), granted=self._granted(slot.cluster_id), dialed=True)
         attempt.session = session
         try:
             if not await self._handshaker.connect(session, slot.cluster_id):

@@ -20,7 +20,6 @@ from .. import _core
 from .._loop import Runtime, Tasks, close_all
 from ..errors import (
     ArgumentError,
-    ArgumentTypeError,
     DataDistError,
     InternalError,
     LinkError,
@@ -98,9 +97,11 @@ class Link:
         The peer's caches by key. Empty when the link has ended.
     error : DataDistError or None
         Why the link ended.
+    notify_max_bytes : int
+        Largest notification that the peer accepts.
     """
 
-    def __init__(self, owner: LinkOwner, session: Session, epoch: int) -> None:
+    def __init__(self, owner: LinkOwner, session: Session, epoch: int, counters: Counters) -> None:
         peer = session.peer
         self.cluster_id = peer.cluster_id
         self.state = LinkState.LINKING
@@ -112,8 +113,9 @@ class Link:
             self.role = None
         self.peer_listens_at = tuple(peer.listen)
         self.error: DataDistError | None = None
+        self.notify_max_bytes = peer.notify_max_bytes
         self._incarnation = peer.incarnation
-        self._counters = Counters()
+        self._counters = counters
         self._owner = owner
         self._runtime = owner.runtime
         self._session = session
@@ -194,7 +196,9 @@ class Link:
         """
         if self.error is not None:
             return
-        if error.peer is None:
+        if self._unlinking:
+            error = self._unlinked()  # however the peer's side of it ended
+        elif error.peer is None:
             error.peer = self.cluster_id
         self.error = error
         self._change(LinkState.CLOSED if self._unlinking else state)
@@ -276,7 +280,7 @@ class Link:
                     self._channel.send(wire.Unlink(reason=reason[:1000]))
                 await self._until_over()
             finally:
-                self._end(self._unlinked())
+                self._end(self._unlinked(), LinkState.CLOSED)
         await self._native.wait_quiet()
 
     def _unlinked(self) -> LinkError:
@@ -475,16 +479,19 @@ class Link:
         -------
         asyncio.Future
             Done when the notification was handed to the socket. Cancelling it before that drops the
-            notification. It fails with the link.
-
-        Raises
-        ------
-        ArgumentTypeError, ArgumentError
-            `payload` is not bytes, or longer than the peer accepts.
+            notification. It fails with the link, or if the payload is longer than `notify_max_bytes`.
         """
-        self._check_payload(payload)
         told = self._runtime.future()
-        if self.error is not None or self._unlinking:
+        if len(payload) > self.notify_max_bytes:
+            _fail(
+                told,
+                ArgumentError(
+                    f"notify has {len(payload)} bytes, and the peer accepts {self.notify_max_bytes}",
+                    peer=self.cluster_id,
+                    hint="send less, or raise notify_max_bytes at the peer",
+                ),
+            )
+        elif self.error is not None or self._unlinking:
             _fail(told, self.error or self._unlinked())
         elif (
             self._credits
@@ -498,20 +505,6 @@ class Link:
             self._notifications.append((payload, told))
             self._wake.set()
         return told
-
-    def _check_payload(self, payload: bytes) -> None:
-        if not isinstance(payload, bytes):
-            raise ArgumentTypeError(
-                f"notify must be bytes, got {payload!r:.80} of type {type(payload).__name__}",
-                hint="encode it first",
-            )
-        most = self._session.peer.notify_max_bytes
-        if len(payload) > most:
-            raise ArgumentError(
-                f"notify has {len(payload)} bytes, and the peer accepts {most}",
-                peer=self.cluster_id,
-                hint="send less, or raise notify_max_bytes at the peer",
-            )
 
     def _send_notification(self, payload: bytes) -> None:
         self._credits -= 1

@@ -56,13 +56,25 @@ class NativePeer:
         self._pings: dict[int, asyncio.Future[bool]] = {}
         self._fences: dict[int, asyncio.Future[int]] = {}
         self._quiet_waiters: list[asyncio.Future[None]] = []
+        # The loop receives the answers of short tcp requests itself: a hop to another thread costs more than their bytes.
+        self._short = runtime.watch(fd, self._on_short) if (fd := native.loop_fd()) >= 0 else None
 
     def import_cache(self, cache_id: int, geometry: tuple[int, int, int, int], keys: ImportKeys) -> _core.RemoteCache:
         """Reach a cache of the peer. Raises DataDistError."""
         return self._native.import_cache(cache_id, geometry, list(keys))
 
+    def _on_short(self) -> None:
+        if not self._native.loop_progress():
+            self._end_short()
+
+    def _end_short(self) -> None:
+        short, self._short = self._short, None
+        if short is not None:
+            short.close()
+
     def disconnect(self, status: NativeStatus) -> None:
         """End operations with this status and start becoming quiet. Only the first call counts."""
+        self._end_short()
         if not self._disconnected:
             self._disconnected = True
             self.lost = True
@@ -120,11 +132,13 @@ class NativePeer:
                 "the peer died or fell silent", peer=self.cluster_id, hint="link it again when it is back"
             )
         self.lost = True
+        self._end_short()
         self._on_lost(error, orderly)
         # The engine has failed all operations; this says that the link needs it no longer.
         self.disconnect(NativeStatus.CLOSED if orderly else NativeStatus.PEER_LOST)
 
     def _quiet_event(self) -> None:
+        self._end_short()
         self.lost = self.quiet = True
         self._end_pings()
         for fence in self._fences.values():
@@ -197,6 +211,7 @@ class NativePeers:
             pidfd=host.take_pidfd() if host is not None else -1,
             process_vm=process_vm,
             transports=list(session.transports),
+            dialed=session.dialed,
         )
         peer = NativePeer(self._runtime, native, session.peer.cluster_id, on_lost)
         self._peers[peer.id] = peer
