@@ -132,6 +132,7 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
         int32_t pid
         int pidfd
         cbool process_vm
+        cbool dialed
         cbool *use
 
     cdef cppclass CClock "adt::Clock":
@@ -160,6 +161,8 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
         void disconnect(const shared_ptr[CPeer] &peer, adt_status_t status) except +
         uint64_t fence(const shared_ptr[CPeer] &peer) except +
         uint64_t ping(const shared_ptr[CPeer] &peer) except +
+        int loop_fd(const shared_ptr[CPeer] &peer) except +
+        cbool loop_progress(const shared_ptr[CPeer] &peer) except +
         adt_status_t register_cache(const shared_ptr[CNode] &node, const adt_memory_t &memory, shared_ptr[CLocalCache] &out, string &error) except +
         string export_key(const shared_ptr[CLocalCache] &cache, unsigned transport) except +
         void close_cache(const shared_ptr[CNode] &node, const shared_ptr[CLocalCache] &cache) except +

@@ -361,8 +361,11 @@ cdef class Node:
     def __dealloc__(self):
         let_go_node(self.node)
 
-    def connect(self, int engine_fd, data_fds, *, int pid, int pidfd, bint process_vm, transports):
-        """Start the native side of a link. Takes over every descriptor, whatever comes of it."""
+    def connect(self, int engine_fd, data_fds, *, int pid, int pidfd, bint process_vm, transports, bint dialed=False):
+        """Start the native side of a link. Takes over every descriptor, whatever comes of it.
+
+        Of three or more data connections the last two are for short requests: the dialing side's, then the other's.
+        """
         cdef CConnectRequest request
         cdef shared_ptr[CPeer] peer
         cdef string error
@@ -372,6 +375,7 @@ cdef class Node:
         request.pidfd = pidfd
         request.pid = pid if "shm" in transports else 0
         request.process_vm = process_vm
+        request.dialed = dialed
         for name in transports:
             request.use[transport_index(name)] = True
         cdef adt_status_t status = self.engine.get().connect(self.node, request, peer, error)
@@ -526,6 +530,19 @@ cdef class Peer:
     def ping(self):
         """Ask the peer's engine for EVENT_PONG with the token."""
         return self.node.engine.get().ping(self.peer)
+
+    def loop_fd(self):
+        """A new descriptor on which the loop waits for the answers of short requests, or -1. The caller closes it."""
+        return self.node.engine.get().loop_fd(self.peer)
+
+    def loop_progress(self):
+        """Take the answers that wait on `loop_fd` and complete their transfers. False: stop watching it."""
+        cdef bint useful
+        if self.node.engine.engine.get() == NULL:
+            return False
+        useful = self.node.engine.get().loop_progress(self.peer)
+        self.node.ring.drain()
+        return useful
 
     def disconnect(self, int status):
         """End the link: operations end with `status`, and EVENT_PEER_QUIET follows."""

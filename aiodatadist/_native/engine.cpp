@@ -31,11 +31,21 @@ int adt_no_event_fd(adt_transport_h) {
 adt_status_t adt_always_armed(adt_transport_h) {
     return ADT_OK;
 }
+int adt_no_loop_fd(adt_transport_h, adt_endpoint_h) {
+    return -1;
+}
+adt_status_t adt_no_loop_progress(adt_transport_h, adt_endpoint_h) {
+    return ADT_ERR_CLOSED;
+}
+void adt_no_take_over(adt_transport_h, adt_endpoint_h) {
+}
 }
 
 namespace adt {
 namespace {
 
+// What the loop's own thread may receive where a transport offers it: a hop to another thread costs more than the bytes.
+constexpr uint64_t kShortBytes = 64 * 1024;
 constexpr size_t kSpare = 64;  // batches kept for the next transfer
 
 struct Shared {
@@ -77,6 +87,11 @@ void Ring::wake() {
     const uint64_t one = 1;
     // Cannot fail for want of room: the counter is read before each arming.
     [[maybe_unused]] const ssize_t n = ::write(fd_.get(), &one, sizeof(one));
+}
+
+void Ring::expect_take() {
+    const std::lock_guard<std::mutex> lock(mu_);
+    armed_ = false;
 }
 
 void Ring::take(std::vector<Event> &out) {
@@ -503,6 +518,7 @@ bool Engine::cut(Op &op, Batch &batch) {
     post.remote = op.remote->handle;
     post.op_id = op.id;
     post.epoch = op.epoch;
+    post.loop_waits = op.bytes_total <= kShortBytes ? 1 : 0;
     return op.at_tensor < op.num_tensors;
 }
 
@@ -577,6 +593,7 @@ void Engine::stop_op(Section &s, Op &op, adt_status_t status) {
     if (op.inflight > op.detached) {
         op.drain = add_timer(clock_.now_ns() + peer.node->drain_ns, TimerKind::drain, op.id);
         op.has_drain = true;
+        take_over(s, peer);
     }
     settle(s, op);
 }

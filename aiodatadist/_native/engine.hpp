@@ -69,6 +69,8 @@ class Ring : Counted<Live::ring> {
     // since both happen under one lock no completion can fall between the last look and the arming.
     void take(std::vector<Event> &out);
     void wake();  // makes the descriptor readable once more
+    // The caller is about to take: pushes until then need not wake it.
+    void expect_take();
 
   private:
     Fd fd_;
@@ -300,6 +302,7 @@ struct ConnectRequest {
     int32_t pid = 0;
     int pidfd = -1;
     bool process_vm = false;
+    bool dialed = false;
     std::array<bool, kTransportCount> use{};
 };
 
@@ -344,6 +347,11 @@ class Engine : Counted<Live::engine> {
     void disconnect(const std::shared_ptr<Peer> &peer, adt_status_t status);
     uint64_t fence(const std::shared_ptr<Peer> &peer);
     uint64_t ping(const std::shared_ptr<Peer> &peer);
+    // A duplicate of the descriptor on which the loop may wait for short answers, or -1; the caller closes it.
+    int loop_fd(const std::shared_ptr<Peer> &peer);
+    // Takes the answers that wait there. Their events lie in the node's ring afterwards, which was not woken for them:
+    // drain it. False: the descriptor is of no more use.
+    bool loop_progress(const std::shared_ptr<Peer> &peer);
 
     adt_status_t register_cache(const std::shared_ptr<Node> &node, const adt_memory_t &memory,
                                 std::shared_ptr<LocalCache> &out, std::string &error);
@@ -415,6 +423,7 @@ class Engine : Counted<Live::engine> {
     static void close_wire(Peer &peer);
     void read_wire(Section &s, Peer &peer);
     void handle(Section &s, Peer &peer, const WireMessage &message);
+    void take_over(Section &s, Peer &peer);
     void answer_fences(Section &s, Peer &peer);
     void start_fence(Section &s, Peer &peer, uint64_t token, std::shared_ptr<LocalCache> closing);
     void finish_fence(Section &s, Peer &peer, const FenceOnPeer &fence, adt_status_t status);

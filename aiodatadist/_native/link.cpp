@@ -134,7 +134,10 @@ void Engine::close_local(Section &s, const std::shared_ptr<Node> &node, const st
     for (const auto &[id, peer] : node->peers) cache->waiting_for.insert(id);
     std::vector<std::shared_ptr<Peer>> peers;
     for (const auto &[id, peer] : node->peers) peers.push_back(peer);
-    for (const std::shared_ptr<Peer> &peer : peers) start_fence(s, *peer, 0, cache);
+    for (const std::shared_ptr<Peer> &peer : peers) {
+        start_fence(s, *peer, 0, cache);
+        take_over(s, *peer);
+    }
     settle_cache(s, *node, *cache);
 }
 
@@ -251,6 +254,7 @@ adt_status_t Engine::connect(const std::shared_ptr<Node> &node, const ConnectReq
             params.peer_pid = request.pid;
             params.peer_pidfd = peer->pidfd.get();
             params.process_vm = request.process_vm ? 1 : 0;
+            params.dialed = request.dialed ? 1 : 0;
             params.populate_bytes = node->populate_bytes;
             std::vector<int> taken;
             if (t.ops == &kTcpOps) {
@@ -482,6 +486,7 @@ void Engine::handle(Section &s, Peer &peer, const WireMessage &message) {
                 }
             }
             peer.fences_from_peer.push_back({message.a, message.b});
+            take_over(s, peer);
             answer_fences(s, peer);
             return;
         case Say::fence_done: {
@@ -521,6 +526,42 @@ uint64_t Engine::ping(const std::shared_ptr<Peer> &peer) {
     const uint64_t token = next_id_++;
     send(s, *peer, {static_cast<uint8_t>(Say::ping), 0, 0, 0, token, 0, 0});
     return token;
+}
+
+// Something waits for short answers that the loop's thread should receive, and the loop may be busy.
+void Engine::take_over(Section &s, Peer &peer) {
+    const auto found = peers_.find(peer.id);
+    if (found == peers_.end()) return;
+    s.defer([this, keep = found->second] {
+        for (unsigned i = 0; i < kTransportCount; ++i) {
+            with_endpoint(keep, i, [](const adt_transport_ops_t *ops, adt_transport_h handle, adt_endpoint_h endpoint) {
+                ops->take_over(handle, endpoint);
+            });
+        }
+    });
+}
+
+int Engine::loop_fd(const std::shared_ptr<Peer> &peer) {
+    int result = -1;
+    for (unsigned i = 0; i < kTransportCount && result < 0; ++i) {
+        with_endpoint(peer, i, [&](const adt_transport_ops_t *ops, adt_transport_h handle, adt_endpoint_h endpoint) {
+            const int fd = ops->loop_fd(handle, endpoint);
+            if (fd >= 0) result = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+        });
+    }
+    return result;
+}
+
+bool Engine::loop_progress(const std::shared_ptr<Peer> &peer) {
+    if (in_forked_child()) return false;
+    peer->node->ring->expect_take();
+    bool useful = false;
+    for (unsigned i = 0; i < kTransportCount && !useful; ++i) {
+        with_endpoint(peer, i, [&](const adt_transport_ops_t *ops, adt_transport_h handle, adt_endpoint_h endpoint) {
+            useful = ops->loop_progress(handle, endpoint) == ADT_OK;
+        });
+    }
+    return useful;
 }
 
 void Engine::start_fence(Section &s, Peer &peer, uint64_t token, std::shared_ptr<LocalCache> closing) {

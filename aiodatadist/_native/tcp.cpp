@@ -95,8 +95,13 @@ struct Waiting {
 
 class Tcp;
 
+// bulk: both sides ask, the I/O threads move. asking: for this side's short requests; sent by whoever posts them, and
+// answers are received by the loop's thread, or by the I/O threads once they took over. answering: the peer's such one.
+enum class Use : uint8_t { bulk, asking, answering };
+
 struct Connection : Counted<Live::connection> {
     uint64_t id = 0;
+    Use use = Use::bulk;
     Fd fd;
     void *link = nullptr;
     std::mutex mu;
@@ -127,7 +132,9 @@ struct Connection : Counted<Live::connection> {
 
 struct Endpoint {
     void *link = nullptr;
-    std::vector<std::shared_ptr<Connection>> connections;
+    std::vector<std::shared_ptr<Connection>> connections;  // bulk ones first
+    size_t bulk = 0;
+    std::shared_ptr<Connection> asking;
 };
 
 class Tcp {
@@ -158,6 +165,10 @@ class Tcp {
     adt_status_t connect(const adt_connect_params_t &params, Endpoint *&out);
     void disconnect(Endpoint *endpoint);
     adt_status_t post(adt_batch_t *batch);
+    bool post_short(Connection &c, adt_batch_t *batch);
+    static int loop_fd(const Endpoint &endpoint);
+    adt_status_t loop_progress(const Endpoint &endpoint);
+    void take_over(const Endpoint &endpoint);
     void cancel(Endpoint &endpoint, uint64_t op);
     void revoke(Endpoint &endpoint, uint64_t cache);
 
@@ -190,12 +201,14 @@ class Tcp {
     };
 
     void work(const std::shared_ptr<Connection> &shared);
+    void arm(Connection &c);
     void tell(Connection &c, const News &news);
     bool receive(Connection &c, News &news);
     bool deliver(Connection &c, News &news);  // a whole frame arrived
     bool begin_frame(Connection &c, News &news);
     bool begin_request(Connection &c, News &news);
-    bool transmit(Connection &c, News &news);
+    // `may_end` false: a broken connection is left for an I/O thread to find.
+    bool transmit(Connection &c, News &news, bool may_end = true);
     void sent(Connection &c, OutFrame &frame);
     void take_inbox(Connection &c, bool ending = false);
     void answer(Connection &c, FrameType type, adt_status_t status, uint64_t seq, uint64_t payload, void *served);
@@ -252,14 +265,21 @@ void Tcp::work(const std::shared_ptr<Connection> &shared) {
             again = !c.inbox.empty();
             if (again) continue;
             c.busy = false;
-            epoll_event interest{};
-            interest.events = EPOLLIN | EPOLLONESHOT;
-            if (!c.out.empty()) interest.events |= EPOLLOUT;
-            interest.data.u64 = c.id;
-            epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, c.fd.get(), &interest);
+            arm(c);
         }
     }
     tell(c, news);
+}
+
+// Waits for what the connection can do next; `mu` is held. One for the loop's thread is only watched while something is
+// stuck or was taken over.
+void Tcp::arm(Connection &c) {
+    epoll_event interest{};
+    interest.events = EPOLLONESHOT;
+    if (c.use != Use::asking || !c.waiting.empty()) interest.events |= EPOLLIN;
+    if (!c.out.empty()) interest.events |= EPOLLOUT;
+    interest.data.u64 = c.id;
+    epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, c.fd.get(), &interest);
 }
 
 void Tcp::tell(Connection &c, const News &news) {
@@ -314,7 +334,7 @@ void Tcp::take_inbox(Connection &c, bool ending) {
 
 // ------------------------------------------------------------------------------------------------------- sending
 
-bool Tcp::transmit(Connection &c, News &news) {
+bool Tcp::transmit(Connection &c, News &news, bool may_end) {
     uint64_t budget = kTurnBytes;
     while (!c.out.empty()) {
         OutFrame &f = c.out.front();
@@ -359,7 +379,7 @@ bool Tcp::transmit(Connection &c, News &news) {
         if (moved < 0) {
             if (errno == EINTR) continue;
             if (errno == EAGAIN) return true;
-            end(c, ADT_ERR_PEER_LOST, std::string("send: ") + std::strerror(errno), news);
+            if (may_end) end(c, ADT_ERR_PEER_LOST, std::string("send: ") + std::strerror(errno), news);
             return false;
         }
         auto left_to_count = static_cast<uint64_t>(moved);
@@ -501,6 +521,10 @@ bool Tcp::begin_frame(Connection &c, News &news) {
     c.in_status = ADT_OK;
     const auto type = static_cast<FrameType>(h.type);
     if (h.magic == FrameHeader::kMagic && (type == FrameType::read || type == FrameType::write)) {
+        if (c.use == Use::asking) {
+            end(c, ADT_ERR_PROTOCOL, "a request on a connection for this side's requests", news);
+            return false;
+        }
         if (h.count == 0 || h.count > kFrameMaxRuns || h.payload == 0 || h.payload > kFrameMaxPayload ||
             c.answers_queued >= kMaxOutstanding) {
             end(c, ADT_ERR_PROTOCOL, "a request beyond the limits", news);
@@ -626,12 +650,22 @@ adt_status_t Tcp::connect(const adt_connect_params_t &params, Endpoint *&out) {
         connection->link = params.link;
         endpoint->connections.push_back(std::move(connection));
     }
+    auto &all = endpoint->connections;
+    endpoint->bulk = all.size() >= 3 ? all.size() - 2 : all.size();
+    if (endpoint->bulk < all.size()) {
+        const std::shared_ptr<Connection> &dialers = all[all.size() - 2];
+        const std::shared_ptr<Connection> &others = all[all.size() - 1];
+        dialers->use = params.dialed != 0 ? Use::asking : Use::answering;
+        others->use = params.dialed != 0 ? Use::answering : Use::asking;
+        endpoint->asking = params.dialed != 0 ? dialers : others;
+    }
     const std::lock_guard<std::mutex> lock(mu_);
     for (const std::shared_ptr<Connection> &connection : endpoint->connections) {
         connection->id = next_id_++;
         connections_.emplace(connection->id, connection);
         epoll_event interest{};
-        interest.events = EPOLLIN | EPOLLONESHOT;
+        interest.events = EPOLLONESHOT;
+        if (connection->use != Use::asking) interest.events |= EPOLLIN;
         interest.data.u64 = connection->id;
         epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, connection->fd.get(), &interest);
     }
@@ -654,7 +688,9 @@ void Tcp::disconnect(Endpoint *endpoint) {
 
 adt_status_t Tcp::post(adt_batch_t *batch) {
     auto &endpoint = *reinterpret_cast<Endpoint *>(batch->endpoint);
-    const auto least = std::min_element(endpoint.connections.begin(), endpoint.connections.end(),
+    if (batch->loop_waits != 0 && endpoint.asking && !stepped_ && post_short(*endpoint.asking, batch)) return ADT_OK;
+    const auto first = endpoint.connections.begin();
+    const auto least = std::min_element(first, first + static_cast<std::ptrdiff_t>(endpoint.bulk),
                                         [](const auto &a, const auto &b) { return a->outstanding < b->outstanding; });
     Connection &c = **least;
     const std::lock_guard<std::mutex> lock(c.inbox_mu);
@@ -667,6 +703,49 @@ adt_status_t Tcp::post(adt_batch_t *batch) {
     interest.data.u64 = c.id;
     epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, c.fd.get(), &interest);
     return ADT_OK;
+}
+
+// Sends a short request from the calling thread. False: not now, use another connection. `mu` of such a connection is never
+// held while the host is called, since no requests arrive on it; so it may be taken here, under the engine's lock.
+bool Tcp::post_short(Connection &c, adt_batch_t *batch) {
+    const std::unique_lock<std::mutex> lock(c.mu, std::try_to_lock);
+    if (!lock || c.closed || c.waiting.size() >= kMaxOutstanding) return false;
+    {
+        const std::lock_guard<std::mutex> inbox(c.inbox_mu);
+        c.outstanding.fetch_add(batch->bytes, std::memory_order_relaxed);
+        c.inbox.push_back(batch);
+    }
+    take_inbox(c);
+    News nothing;
+    transmit(c, nothing, false);
+    if (!c.out.empty()) arm(c);  // the rest, or the error that stopped it, is an I/O thread's
+    return true;
+}
+
+int Tcp::loop_fd(const Endpoint &endpoint) {
+    if (!endpoint.asking) return -1;
+    const std::lock_guard<std::mutex> lock(endpoint.asking->mu);
+    return endpoint.asking->fd.get();
+}
+
+adt_status_t Tcp::loop_progress(const Endpoint &endpoint) {
+    if (!endpoint.asking) return ADT_ERR_CLOSED;
+    const std::shared_ptr<Connection> connection = endpoint.asking;
+    News news;
+    bool open = false;
+    {
+        const std::lock_guard<std::mutex> lock(connection->mu);
+        if (!connection->closed && receive(*connection, news)) transmit(*connection, news);
+        open = !connection->closed;
+    }
+    tell(*connection, news);
+    return open ? ADT_OK : ADT_ERR_CLOSED;
+}
+
+void Tcp::take_over(const Endpoint &endpoint) {
+    if (!endpoint.asking) return;
+    const std::lock_guard<std::mutex> lock(endpoint.asking->mu);
+    if (!endpoint.asking->closed && !endpoint.asking->waiting.empty()) arm(*endpoint.asking);
 }
 
 // Takes one operation's batches off local memory at once.
@@ -822,6 +901,18 @@ size_t poll_tcp(adt_transport_h handle, adt_completion_t *out, size_t capacity) 
     return tcp(handle).poll(out, capacity);
 }
 
+int loop_fd(adt_transport_h, adt_endpoint_h endpoint) {
+    return Tcp::loop_fd(*reinterpret_cast<Endpoint *>(endpoint));
+}
+
+adt_status_t loop_progress(adt_transport_h handle, adt_endpoint_h endpoint) {
+    return tcp(handle).loop_progress(*reinterpret_cast<Endpoint *>(endpoint));
+}
+
+void take_over(adt_transport_h handle, adt_endpoint_h endpoint) {
+    tcp(handle).take_over(*reinterpret_cast<Endpoint *>(endpoint));
+}
+
 adt_status_t cancel(adt_transport_h handle, adt_endpoint_h endpoint, uint64_t op) {
     tcp(handle).cancel(*reinterpret_cast<Endpoint *>(endpoint), op);
     return ADT_OK;
@@ -859,6 +950,9 @@ const adt_transport_ops_t kTcpOps = {
     poll_tcp,
     adt_no_event_fd,
     adt_always_armed,
+    loop_fd,
+    loop_progress,
+    take_over,
     cancel,
     revoke,
     last_error,

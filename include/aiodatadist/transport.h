@@ -126,7 +126,7 @@ typedef struct adt_batch {
     adt_remote_h remote;
     uint64_t op_id;
     uint32_t epoch; /* the last fence of the owner that the operation had seen when it started */
-    uint32_t reserved;
+    uint32_t loop_waits; /* 1: short, and the loop's thread may receive the answer (loop_fd) */
 } adt_batch_t;
 
 typedef struct adt_completion {
@@ -170,12 +170,13 @@ typedef struct adt_open_params {
 typedef struct adt_connect_params {
     uint32_t struct_size;
     uint32_t num_fds;
-    const int *fds;      /* authenticated data connections, taken over */
+    const int *fds;          /* authenticated data connections, taken over; of three or more the last two are
+                                for short requests, first those of the side that dialed, then the other's */
     void *link;          /* the host's name for this link, given back in begin_serve */
     int32_t peer_pid;    /* same-host peers only, else 0 */
     int peer_pidfd;      /* borrowed for the call, or -1 */
     uint32_t process_vm; /* 1: process_vm_readv/writev on peer_pid was probed and works */
-    uint32_t reserved;
+    uint32_t dialed;         /* 1: this side opened the connections */
     uint64_t populate_bytes; /* how much of this peer's memory to map ahead of its first use */
 } adt_connect_params_t;
 
@@ -225,6 +226,14 @@ typedef struct adt_transport_ops {
     /* ADT_OK: armed. ADT_ERR_AGAIN: completions are waiting, poll first. */
     adt_status_t (*arm)(adt_transport_h transport);
 
+    /* A descriptor on which the host's loop may wait for the answers of short requests (-1: none; owned by the
+       transport, duplicate it to keep it), and the call that takes them: ADT_OK, or ADT_ERR_CLOSED when the
+       descriptor is of no more use. `take_over` has the transport's own threads receive what is still due there,
+       because the loop may be busy. */
+    int (*loop_fd)(adt_transport_h transport, adt_endpoint_h endpoint);
+    adt_status_t (*loop_progress)(adt_transport_h transport, adt_endpoint_h endpoint);
+    void (*take_over)(adt_transport_h transport, adt_endpoint_h endpoint);
+
     /* Detaches the posted batches of one operation from local memory at once: each completes, detached where
        its wire is still busy. ADT_ERR_UNSUPPORTED: wait for the completions. */
     adt_status_t (*cancel)(adt_transport_h transport, adt_endpoint_h endpoint, uint64_t op_id);
@@ -241,6 +250,9 @@ adt_status_t adt_unsupported_cancel(adt_transport_h, adt_endpoint_h, uint64_t);
 adt_status_t adt_unsupported_revoke(adt_transport_h, adt_endpoint_h, uint64_t);
 int adt_no_event_fd(adt_transport_h);
 adt_status_t adt_always_armed(adt_transport_h);
+int adt_no_loop_fd(adt_transport_h, adt_endpoint_h);
+adt_status_t adt_no_loop_progress(adt_transport_h, adt_endpoint_h);
+void adt_no_take_over(adt_transport_h, adt_endpoint_h);
 
 #ifdef __cplusplus
 }
