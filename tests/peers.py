@@ -14,10 +14,12 @@ the peer's traceback. The process is killed when the block is left, whatever hap
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import itertools
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -25,7 +27,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,50 @@ class PeerDied(Exception):
     """The peer's process ended."""
 
 
+class _Nursery:
+    """The process that forks the peers: started once, ended with the tests."""
+
+    def __init__(self) -> None:
+        self._orders: socket.socket | None = None
+
+    def _start(self) -> socket.socket:
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        here.settimeout(PATIENCE)
+        with there:
+            process = subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", "-m", "tests.peer_main", str(there.fileno())],
+                cwd=ROOT,
+                # One thread: a child of fork has no others.
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                pass_fds=(there.fileno(),),
+            )
+        atexit.register(self._end, process, here)
+        return here
+
+    def _end(self, process: subprocess.Popen[bytes], orders: socket.socket) -> None:
+        orders.close()
+        process.kill()
+        process.wait()
+
+    def _order(self, order: dict[str, Any], fds: Sequence[int] = ()) -> int:
+        if self._orders is None:
+            self._orders = self._start()
+        socket.send_fds(self._orders, [json.dumps(order).encode()], fds)
+        return int(json.loads(self._orders.recv(4096)))
+
+    def fork(self, control: int, log: int, environ: dict[str, str]) -> int:
+        """Fork a peer; return its pid."""
+        return self._order({"environ": environ}, [control, log])
+
+    def reap(self, pid: int) -> int:
+        """Wait for a peer that has ended, or is about to; return its exit code."""
+        return self._order({"reap": pid})
+
+
+_nursery = _Nursery()
+
+
 class PeerProcess:
     """A running peer process.
 
@@ -61,11 +107,12 @@ class PeerProcess:
         Where its DataDist listens.
     """
 
-    def __init__(self, cluster_id: int, process: subprocess.Popen[bytes], control: socket.socket, log: Any) -> None:
+    def __init__(self, cluster_id: int, pid: int, control: socket.socket, log: Any) -> None:
         self.cluster_id = cluster_id
-        self.pid = process.pid
+        self.pid = pid
         self.address: str | None = None
-        self._process = process
+        self._pidfd = os.pidfd_open(pid)
+        self._exit_code: int | None = None
         self._control = control
         self._log = log
         self._log_shown = 0
@@ -73,6 +120,7 @@ class PeerProcess:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._children: list[int] = []
         self._over = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
 
     async def _connect(self) -> None:
         reader, self._writer = await asyncio.open_connection(sock=self._control, limit=1 << 26)
@@ -160,11 +208,11 @@ class PeerProcess:
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self._exit_code is None and not select.select([self._pidfd], [], [], 0)[0]
 
     def stop(self) -> None:
         """Send SIGSTOP and return when every thread of the process has stopped."""
-        os.kill(self.pid, signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
         limit = time.monotonic() + PATIENCE
         while self.alive and any(state not in "TtZX" for state in self._states()):
             assert time.monotonic() < limit, "the peer does not stop"
@@ -179,12 +227,15 @@ class PeerProcess:
 
     def resume(self) -> None:
         """Send SIGCONT."""
-        os.kill(self.pid, signal.SIGCONT)
+        self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """Send SIGKILL. It is reaped at the end of the block, or by `wait_gone`."""
-        if self.alive:
-            os.kill(self.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
 
     async def wait_gone(self) -> int:
         """Wait until the process has ended; return its exit code."""
@@ -192,7 +243,12 @@ class PeerProcess:
         while self.alive:
             assert time.monotonic() < limit, "the peer does not end"
             await asyncio.sleep(0.002)
-        return int(self._process.returncode)
+        return self._reap()
+
+    def _reap(self) -> int:
+        if self._exit_code is None:
+            self._exit_code = _nursery.reap(self.pid)
+        return self._exit_code
 
     async def finish(self) -> int:
         """Have the peer close its DataDist and exit; return the exit code."""
@@ -204,12 +260,13 @@ class PeerProcess:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(child, signal.SIGKILL)
             os.close(child)
-        if self.alive:
-            self._process.kill()
-        self._process.wait()
-        self._writer.close()
-        self._task.cancel()
-        await asyncio.wait((self._task,))
+        self.kill()
+        self._reap()
+        os.close(self._pidfd)
+        if self._task is not None:
+            self._writer.close()
+            self._task.cancel()
+            await asyncio.wait((self._task,))
         if text := self._said():
             print(f"--- peer {self.cluster_id} wrote:\n{text}", file=sys.stderr)
         self._log.close()
@@ -229,19 +286,12 @@ async def spawn(
     log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by _end
     try:
         with there:
-            process = subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", "-m", "tests.peer_main", str(there.fileno())],
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(env or {})},
-                stdin=subprocess.DEVNULL,
-                stderr=log,
-                pass_fds=(there.fileno(),),
-            )
+            pid = _nursery.fork(there.fileno(), log.fileno(), env or {})
     except BaseException:
         here.close()
         log.close()
         raise
-    peer = PeerProcess(cluster_id, process, here, log)
+    peer = PeerProcess(cluster_id, pid, here, log)
     try:
         await peer._connect()
         peer.address = await peer.call("open", cluster_id=cluster_id, role=role, listen=listen, config=config)
