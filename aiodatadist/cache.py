@@ -662,7 +662,7 @@ class CacheManager:
 
         def then(transfer: Transfer[Any]) -> None:
             told = entry.link.post_notification(payload)
-            transfer._on_cancel = lambda: told.cancel() and None
+            transfer._on_cancel = told.cancel
 
             def end(done: asyncio.Future[None]) -> None:
                 error = None if done.cancelled() else done.exception()

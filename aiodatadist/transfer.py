@@ -83,7 +83,7 @@ class Transfer(asyncio.Future[T]):
     _cancelling: bool
     _counters: Counters
     _native: _core.Pair | None
-    _on_cancel: Callable[[], None] | None
+    _on_cancel: Callable[[], object] | None
     _op: int
     _peer: int
     _pull: bool
@@ -215,13 +215,13 @@ class Operation(Transfer[T]):
 
     __slots__ = ()
 
-    def __init__(self, *, loop: asyncio.AbstractEventLoop, on_cancel: Callable[[], None] | None = None) -> None:
+    def __init__(self, *, loop: asyncio.AbstractEventLoop, on_cancel: Callable[[], object] | None = None) -> None:
         super().__init__(loop=loop)
         self._on_cancel = on_cancel
 
     def _follow(self, inner: asyncio.Future[T]) -> None:
         """End as `inner` ends, and pass a cancel on to it."""
-        self._on_cancel = lambda: inner.cancel(self._cancel_message) and None
+        self._on_cancel = lambda: inner.cancel(self._cancel_message)
         if self.cancelling():
             inner.cancel(self._cancel_message)
         inner.add_done_callback(self._take)
