@@ -230,7 +230,7 @@ class CacheManager:
         dtype = np.dtype(_BITS.get(desc.dtype, desc.dtype))
         count = math.prod(desc.shape)
         tensors = tuple(
-            np.frombuffer(region, dtype=dtype, count=count, offset=i * step).reshape(desc.shape)
+            np.frombuffer(memoryview(region), dtype=dtype, count=count, offset=i * step).reshape(desc.shape)
             for i in range(desc.num_tensors)
         )
         views, geometry = collect(tensors, desc)
@@ -273,7 +273,8 @@ class CacheManager:
         work = self._loop.run_in_executor(None, self._register_natively, cache)
         work.add_done_callback(lambda done: self._registered(cache, done))
         if region is not None and populate > 0:
-            self._loop.run_in_executor(None, region.populate, populate)
+            # Its end matters to nobody; the thread holds the region until then.
+            _ = self._loop.run_in_executor(None, region.populate, populate)
         return cache
 
     def _register_natively(self, cache: Cache) -> _core.LocalCache:
@@ -366,7 +367,7 @@ class CacheManager:
                 lambda: transfer._fail(
                     MemoryStillExposed(
                         f"cache {cache.id} may still be touched by a peer after {seconds} s",
-                        caches=[cache.id],
+                        caches=(repr(cache),),
                     )
                 ),
             )
