@@ -874,6 +874,10 @@ class Runtime:
         """Return the completion ring of this loop; see `RingWatch.acquire`."""
         return RingWatch.acquire(self.loop, engine, inline_budget, shared=shared)
 
+    def in_thread(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        """Call in a worker thread what may take long in the kernel."""
+        return self.loop.run_in_executor(None, function, *args)
+
     def watch(self, fd: int, callback: Callable[[], None]) -> SocketWatch:
         """Call back whenever a socket of the engine is readable; takes the descriptor over."""
         return SocketWatch(self.loop, fd, callback)

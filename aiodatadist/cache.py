@@ -101,8 +101,8 @@ class Cache:
         self._region = region
         self._native: _core.LocalCache | None = None
         self._state: Literal["registering", "ready", "failed", "closing", "closed"] = "registering"
-        self._registered: asyncio.Future[None] = manager._loop.create_future()
-        self._quiet: asyncio.Future[None] = manager._loop.create_future()
+        self._registered: asyncio.Future[None] = manager._runtime.future()
+        self._quiet: asyncio.Future[None] = manager._runtime.future()
 
     def __repr__(self) -> str:
         g = self.geometry
@@ -131,7 +131,8 @@ class CacheManager:
 
     def __init__(self, dd: DataDist) -> None:
         self._dd = dd
-        self._loop = dd._loop
+        self._runtime = dd._runtime
+        self._loop = dd._runtime.loop  # for the futures of the hot path
         self._caches: dict[int, Cache] = {}
         self._keys: dict[int, Cache] = {}
         self._ids = itertools.count(1)
@@ -270,11 +271,11 @@ class CacheManager:
         if key is not None:
             self._keys[key.model_id] = cache
         populate = self._dd._config.populate_limit if region is not None else 0
-        work = self._loop.run_in_executor(None, self._register_natively, cache)
+        work = self._runtime.in_thread(self._register_natively, cache)
         work.add_done_callback(lambda done: self._registered(cache, done))
         if region is not None and populate > 0:
             # Its end matters to nobody; the thread holds the region until then.
-            _ = self._loop.run_in_executor(None, region.populate, populate)
+            _ = self._runtime.in_thread(region.populate, populate)
         return cache
 
     def _register_natively(self, cache: Cache) -> _core.LocalCache:
@@ -362,7 +363,7 @@ class CacheManager:
         quiet = cache._quiet
         timer = None
         if seconds:
-            timer = self._loop.call_later(
+            timer = self._runtime.call_later(
                 seconds,
                 lambda: transfer._fail(
                     MemoryStillExposed(

@@ -23,7 +23,6 @@ from .observe import PendingOperation
 from .types import Address, ClusterInfo, Role, as_integer, parse_address
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable
 
     from . import _core
@@ -253,8 +252,8 @@ class DataDist:
         return MappingProxyType(self._links)
 
     @property
-    def _loop(self) -> asyncio.AbstractEventLoop:
-        return self._center.runtime.loop
+    def _runtime(self) -> Runtime:
+        return self._center.runtime
 
     @property
     def _node(self) -> _core.Node:
