@@ -238,6 +238,7 @@ struct Peer : Counted<Live::peer> {
     std::vector<FenceFromPeer> fences_from_peer;
     std::vector<FenceOnPeer> fences_on_peer;
     bool fence_timer = false;
+    uint64_t fence_since = 0;  // when the timer that watches the peer's answers began
     std::string out;
     bool wants_write = false;
     std::array<char, sizeof(WireMessage)> in{};

@@ -575,7 +575,10 @@ void Engine::start_fence(Section &s, Peer &peer, uint64_t token, std::shared_ptr
     // On an ending link the peer's goodbye, or its exit, is the answer.
     if (peer.state != Peer::State::active) return;
     send(s, peer, {static_cast<uint8_t>(Say::fence), cache != 0 ? kClosing : uint8_t{0}, 0, 0, fence.seq, cache, 0});
+    // Answered at once, so that a peer that is busy with a long transfer is told from one that is silent.
+    send(s, peer, {static_cast<uint8_t>(Say::ping), 0, 0, 0, 0, 0, 0});
     if (peer.fence_timer) return;
+    peer.fence_since = clock_.now_ns();
     peer.fence_timer = true;
     add_timer(clock_.now_ns() + peer.node->drain_ns / 4, TimerKind::fence, peer.id);
 }
@@ -612,7 +615,8 @@ void Engine::answer_fences(Section &s, Peer &peer) {
 }
 
 bool Engine::answers_late(const Peer &peer, uint64_t now) {
-    return now > peer.last_heard && now - peer.last_heard > peer.node->drain_ns;
+    const uint64_t since = std::max(peer.last_heard, peer.fence_since);
+    return now > since && now - since > peer.node->drain_ns;
 }
 
 // The peer is silent, but every byte it can move here passes through this engine: shut it out instead of waiting.
