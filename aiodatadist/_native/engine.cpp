@@ -370,8 +370,8 @@ SubmitResult Engine::submit(const TransferRequest &request) {
     }
     const adt_geometry_t &lg = request.local->geometry;
     const adt_geometry_t &rg = request.remote->geometry;
-    if (lg.block_bytes != rg.block_bytes || request.local_tensor + request.num_tensors > lg.num_tensors ||
-        request.remote_tensor + request.num_tensors > rg.num_tensors) {
+    if (lg.block_bytes != rg.block_bytes || uint64_t{request.local_tensor} + request.num_tensors > lg.num_tensors ||
+        uint64_t{request.remote_tensor} + request.num_tensors > rg.num_tensors) {
         result.status = ADT_ERR_GEOMETRY;
         return result;
     }
