@@ -523,6 +523,7 @@ bool Engine::cut(Op &op, Batch &batch) {
 }
 
 void Engine::pump(Section &s, Lane &lane) {
+    if (std::exchange(lane.pumping, true)) return;
     while (lane.inflight < lane.depth && !lane.ready.empty()) {
         Op &op = *lane.ready.front();
         const Transport &transport = transports_[op.remote->transport];
@@ -544,6 +545,7 @@ void Engine::pump(Section &s, Lane &lane) {
         // The engine keeps within the queue's depth, so AGAIN is a transport's mistake like any other failure here.
         complete_batch(s, {post, status == ADT_ERR_AGAIN ? ADT_ERR_INTERNAL : status, 0});
     }
+    lane.pumping = false;
 }
 
 void Engine::complete_batch(Section &s, const adt_completion_t &completion) {

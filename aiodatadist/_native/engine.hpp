@@ -129,6 +129,7 @@ struct Lane {
     std::list<Op *> ready;
     uint32_t inflight = 0;
     uint32_t depth = 0;
+    bool pumping = false;  // a post that fails ends its operation, and that must not pump from inside the pump
 };
 
 enum class TimerKind : uint8_t { deadline, drain, heartbeat, fence, linger };
