@@ -439,6 +439,7 @@ SubmitResult Engine::execute_inline(const TransferRequest &request, uint64_t byt
         if (result.status != ADT_OK || bytes == 0) return result;
         // From here until the decrement a fence, a closing or the end of the link waits for this copy.
         ++peer.inline_active;
+        ++request.remote->operations;
     }
     chunks.clear();
     const adt_geometry_t &lg = request.local->geometry;
@@ -462,9 +463,11 @@ SubmitResult Engine::execute_inline(const TransferRequest &request, uint64_t byt
 
     std::unique_lock<std::mutex> lock(mu_);
     --peer.inline_active;
+    --request.remote->operations;
     if (result.status == ADT_OK && peer.fences_from_peer.empty() && peer.state == Peer::State::active) return result;
     lock.unlock();
     Section s(*this);
+    release_remote(s, *request.remote);
     if (result.status != ADT_OK && peer.state == Peer::State::active) {
         tell_end(s, peer, Say::ended, 0, request.remote->id, 0, result.status, request.opcode);
     }

@@ -113,7 +113,7 @@ struct RemoteCache : Counted<Live::remote_cache> {
     std::shared_ptr<Peer> peer;
     // under Engine::mu_
     bool closed = false;    // the owner took it back, or the link ended
-    bool released = false;  // Python let it go
+    bool released = false;  // nobody starts anything with it any more: the key goes with the last operation
     uint32_t operations = 0;
 };
 
@@ -234,7 +234,7 @@ struct Peer : Counted<Live::peer> {
     uint32_t epoch = 0;          // the newest fence of the peer that we have seen
     uint32_t min_epoch = 0;      // requests older than this are refused (a fence ended by force)
     uint32_t fence_seq = 0;
-    std::unordered_map<uint64_t, std::weak_ptr<RemoteCache>> imports;
+    std::unordered_multimap<uint64_t, std::weak_ptr<RemoteCache>> imports;  // one cache may be imported repeatedly
     std::unordered_set<uint64_t> closed_caches;  // ids never come back
     std::vector<FenceFromPeer> fences_from_peer;
     std::vector<FenceOnPeer> fences_on_peer;
@@ -431,6 +431,7 @@ class Engine : Counted<Live::engine> {
     void finish_fence(Section &s, Peer &peer, const FenceOnPeer &fence, adt_status_t status);
     void force_fences(Section &s, Peer &peer);
     void release_remote(Section &s, RemoteCache &cache);
+    void close_remote(Section &s, const std::weak_ptr<RemoteCache> &import);
     static bool answers_late(const Peer &peer, uint64_t now);
     void emit(const Node &node, const Event &event) const { node.ring->push(event); }
 

@@ -193,7 +193,10 @@ adt_status_t Engine::import_cache(const std::shared_ptr<Peer> &peer, uint64_t ca
         return status;
     }
     cache->released = false;
-    peer->imports[cache_id] = cache;
+    for (auto [at, end] = peer->imports.equal_range(cache_id); at != end;) {
+        at = at->second.expired() ? peer->imports.erase(at) : std::next(at);
+    }
+    peer->imports.emplace(cache_id, cache);
     out = std::move(cache);
     return ADT_OK;
 }
@@ -205,6 +208,17 @@ void Engine::release_cache(const std::shared_ptr<RemoteCache> &cache) {
     cache->released = true;
     cache->closed = true;
     release_remote(s, *cache);
+}
+
+// The owner took the cache back or the link ended: whoever still holds it finds it closed, and its key goes with the
+// last operation, so that no forgotten handle keeps a peer's memory mapped.
+void Engine::close_remote(Section &s, const std::weak_ptr<RemoteCache> &import) {
+    const std::shared_ptr<RemoteCache> cache = import.lock();
+    if (!cache) return;
+    cache->closed = true;
+    cache->released = true;
+    release_remote(s, *cache);
+    s.defer([cache] {});
 }
 
 void Engine::release_remote(Section &s, RemoteCache &cache) {
@@ -312,9 +326,8 @@ void Engine::end_peer(Section &s, Peer &peer, adt_status_t status, bool told) {
         event.peer = peer.id;
         emit(*peer.node, event);
     }
-    for (const auto &[id, import] : peer.imports) {
-        if (const std::shared_ptr<RemoteCache> cache = import.lock()) cache->closed = true;
-    }
+    for (const auto &[id, import] : peer.imports) close_remote(s, import);
+    peer.imports.clear();
     const std::vector<Op *> ops(peer.ops.begin(), peer.ops.end());
     for (Op *op : ops) stop_op(s, *op, status == ADT_ERR_CLOSED && !told ? ADT_ERR_CLOSED : ADT_ERR_PEER_LOST);
     const auto found = peers_.find(peer.id);
@@ -479,11 +492,9 @@ void Engine::handle(Section &s, Peer &peer, const WireMessage &message) {
             peer.epoch = std::max(peer.epoch, static_cast<uint32_t>(message.a));
             if ((message.flags & kClosing) != 0) {
                 peer.closed_caches.insert(message.b);
-                const auto found = peer.imports.find(message.b);
-                if (found != peer.imports.end()) {
-                    if (const std::shared_ptr<RemoteCache> cache = found->second.lock()) cache->closed = true;
-                    peer.imports.erase(found);
-                }
+                const auto [first, last] = peer.imports.equal_range(message.b);
+                for (auto at = first; at != last; ++at) close_remote(s, at->second);
+                peer.imports.erase(first, last);
             }
             peer.fences_from_peer.push_back({message.a, message.b});
             take_over(s, peer);
