@@ -42,8 +42,9 @@ std::shared_ptr<Node> Engine::open_node(uint64_t cluster_id, std::shared_ptr<Rin
     auto node = std::make_shared<Node>();
     node->cluster_id = cluster_id;
     node->ring = std::move(ring);
-    node->drain_ns = drain_ns;
-    node->heartbeat_limit_ns = heartbeat_limit_ns;
+    // Timers repeat at fractions of these: at 0 they would keep the progress thread in one endless turn.
+    node->drain_ns = std::max<uint64_t>(drain_ns, 1'000'000);
+    node->heartbeat_limit_ns = std::max<uint64_t>(heartbeat_limit_ns, 1'000'000);
     node->inline_bytes = inline_bytes;
     node->populate_bytes = populate_bytes;
     const std::lock_guard<std::mutex> lock(mu_);
