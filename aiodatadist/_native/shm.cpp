@@ -46,16 +46,18 @@ constexpr uint64_t kPopulateStep = 8 << 20;
 
 class Mapping : Counted<Live::mapping> {
   public:
-    Mapping(void *base, size_t bytes) : base_(base), bytes_(bytes) {}
+    Mapping(void *base, size_t bytes, bool writable) : base_(base), bytes_(bytes), writable_(writable) {}
     ~Mapping() { munmap(base_, bytes_); }
     Mapping(const Mapping &) = delete;
     Mapping &operator=(const Mapping &) = delete;
     char *base() const { return static_cast<char *>(base_); }
     size_t bytes() const { return bytes_; }
+    bool writable() const { return writable_; }
 
   private:
     void *base_;
     size_t bytes_;
+    bool writable_;
 };
 
 struct Endpoint {
@@ -280,8 +282,14 @@ adt_status_t export_key(adt_transport_h, adt_mem_h mem, void *buffer, size_t cap
 adt_status_t map_region(Shm &self, Endpoint &ep, const ShmKeyHead &head, int fd, std::shared_ptr<Mapping> &out) {
     const std::lock_guard<std::mutex> lock(ep.mu);
     auto &slot = ep.regions[head.region_id];
+    const bool writable = (head.access & ADT_REMOTE_WRITE) != 0;
     out = slot.lock();
-    if (out) return out->bytes() == head.region_bytes ? ADT_OK : ADT_ERR_PROTOCOL;
+    if (out && out->bytes() != head.region_bytes) {
+        return self.fail(ADT_ERR_PROTOCOL, "two keys of one memfd differ in its size");
+    }
+    // One that was mapped for a read-only cache does not do for a writable one beside it in the same memfd.
+    if (out && (out->writable() || !writable)) return ADT_OK;
+    out.reset();
     if (fd < 0) return self.fail(ADT_ERR_INVALID, "the peer's memfd did not arrive");
     struct stat info{};
     if (fstat(fd, &info) != 0 || static_cast<uint64_t>(info.st_size) < head.region_bytes || head.region_bytes == 0) {
@@ -292,13 +300,12 @@ adt_status_t map_region(Shm &self, Endpoint &ep, const ShmKeyHead &head, int fd,
     if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) {
         return self.fail(ADT_ERR_PROTOCOL, "the peer's memfd is not sealed against shrinking");
     }
-    const bool writable = (head.access & ADT_REMOTE_WRITE) != 0;
     void *base = mmap(nullptr, head.region_bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd, 0);
     if (base == MAP_FAILED) {
         return self.fail(ADT_ERR_NO_MEMORY, std::string("mmap of the peer's memfd: ") + std::strerror(errno));
     }
     madvise(base, head.region_bytes, MADV_DONTFORK);
-    out = std::make_shared<Mapping>(base, head.region_bytes);
+    out = std::make_shared<Mapping>(base, head.region_bytes, writable);
     slot = out;
     // First touches would halve the speed of the first transfers: populate in steps while no copy waits.
     const uint64_t populate = std::min<uint64_t>(ep.populate_left, head.region_bytes);
