@@ -83,7 +83,7 @@ struct Remote {
     std::vector<char *> tensors;       // mapped here, or addresses over there
     adt_geometry_t geometry;
     uint64_t extent;
-    bool writable;
+    uint32_t access;  // ADT_REMOTE_*
 };
 
 struct Memory {
@@ -115,7 +115,9 @@ class Shm {
 
     adt_status_t move(const adt_batch_t &batch, bool stream) {
         const auto &remote = *reinterpret_cast<const Remote *>(batch.remote);
-        if (batch.opcode == ADT_WRITE && !remote.writable) return ADT_ERR_PERMISSION;
+        if ((remote.access & (batch.opcode == ADT_WRITE ? ADT_REMOTE_WRITE : ADT_REMOTE_READ)) == 0) {
+            return ADT_ERR_PERMISSION;
+        }
         // The engine has checked these bounds; a mistake there must not become a stray write.
         for (uint32_t i = 0; i < batch.count; ++i) {
             const adt_chunk_t &c = batch.chunks[i];
@@ -338,7 +340,7 @@ adt_status_t import_key(adt_transport_h handle, adt_endpoint_h ep_handle, uint64
         remote->endpoint = endpoint(ep_handle);
         remote->geometry = *geometry;
         remote->extent = tensor_extent(*geometry);
-        remote->writable = (head.access & ADT_REMOTE_WRITE) != 0;
+        remote->access = head.access;
         if (head.region_id != 0) {
             const adt_status_t status = map_region(self, *remote->endpoint, head, key->fd, remote->mapping);
             if (status != ADT_OK) return status;
