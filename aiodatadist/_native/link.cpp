@@ -90,6 +90,10 @@ adt_status_t Engine::register_cache(const std::shared_ptr<Node> &node, const adt
                                     std::shared_ptr<LocalCache> &out, std::string &error) {
     if (in_forked_child()) return ADT_ERR_CLOSED;
     if (!valid_geometry(memory.geometry)) return ADT_ERR_GEOMETRY;
+    if (memory.cache_id == 0) {
+        error = "cache id 0 stands for all caches";
+        return ADT_ERR_INVALID;
+    }
     auto cache = std::make_shared<LocalCache>();
     cache->id = memory.cache_id;
     cache->geometry = memory.geometry;
@@ -106,8 +110,16 @@ adt_status_t Engine::register_cache(const std::shared_ptr<Node> &node, const adt
         return status;
     }
     Section s(*this);
+    if (!node->caches.emplace(cache->id, cache).second) {
+        error = "a cache with this id is registered already";
+        s.defer([this, cache] {
+            for (unsigned i = 0; i < kTransportCount; ++i) {
+                transports_[i].ops->dereg_mem(transports_[i].handle, cache->mems[i]);
+            }
+        });
+        return ADT_ERR_INVALID;
+    }
     out = cache;
-    node->caches.emplace(cache->id, cache);
     // Closed while the transports registered it, which may take long: taken back in the ordinary way.
     if (node->closed) close_local(s, node, cache);
     return ADT_OK;
