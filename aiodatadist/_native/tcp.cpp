@@ -539,6 +539,12 @@ bool Tcp::begin_frame(Connection &c, News &news) {
         end(c, ADT_ERR_PROTOCOL, "a frame that was not asked for", news);
         return false;
     }
+    // Answered before it was sent: completing it now would leave its frame reading memory that was given back.
+    if (std::any_of(c.out.begin(), c.out.end(),
+                    [&](const OutFrame &frame) { return frame.batch == c.waiting.front().batch; })) {
+        end(c, ADT_ERR_PROTOCOL, "an answer to a request that is still being sent", news);
+        return false;
+    }
     const bool payload = type == FrameType::read_done && h.status == ADT_OK;
     if (h.payload != (payload ? c.waiting.front().batch->bytes : 0)) {
         end(c, ADT_ERR_PROTOCOL, "an answer of the wrong size", news);
