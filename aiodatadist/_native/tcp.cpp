@@ -778,7 +778,8 @@ void Tcp::cancel(Endpoint &endpoint, uint64_t op) {
             for (OutFrame &frame : c.out) {
                 if (frame.batch == nullptr || frame.batch->op_id != op || frame.chunks == nullptr) continue;
                 frame.chunks = nullptr;  // the rest comes from the filler
-                frame.trailer.status = ADT_ERR_ABORTED;
+                // After the whole payload there is nothing to take back, and part of the trailer may be out already.
+                if (frame.payload_sent < frame.payload()) frame.trailer.status = ADT_ERR_ABORTED;
             }
             for (Waiting &waiting : c.waiting) {
                 if (waiting.batch->op_id != op || waiting.detached) continue;
@@ -813,7 +814,7 @@ void Tcp::revoke(Endpoint &endpoint, uint64_t cache) {
                 frame.header.status = ADT_ERR_FENCED;
             }
             frame.chunks = nullptr;
-            frame.trailer.status = ADT_ERR_FENCED;
+            if (frame.payload_sent < frame.payload()) frame.trailer.status = ADT_ERR_FENCED;
             end_serve(frame.served);
         }
     }
