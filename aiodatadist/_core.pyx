@@ -196,6 +196,9 @@ cdef class Engine:
     @staticmethod
     def stepped():
         """Open an engine without threads, whose clock moves only in `step`."""
+        if in_forked_child():
+            raise ClosedError("this process was forked after aiodatadist started",
+                              hint="start workers with the spawn method, or fork before opening a DataDist")
         cdef Engine self = Engine.__new__(Engine)
         cdef CEngineOptions options
         options.copy_threads = 0

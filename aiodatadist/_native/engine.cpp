@@ -148,6 +148,10 @@ Engine::~Engine() {
         for (auto &[id, peer] : peers_) peers.push_back(peer);
         for (const std::shared_ptr<Peer> &peer : peers) end_peer(s, *peer, ADT_ERR_CLOSED, false);
     }
+    if (options_.stepped) {
+        // Nothing else polls there, and peers wait for the goodbye that the last operation's end sends.
+        for (unsigned i = 0; i < kTransportCount; ++i) poll_transport(i);
+    }
     for (Transport &t : transports_) t.ops->close(t.handle);  // joins: after this nothing touches caller memory
     {
         // Nothing here may go round in circles: operations and links refer to each other.
@@ -188,6 +192,7 @@ void Engine::release(std::shared_ptr<Engine> &engine) {
 }
 
 void Engine::step(uint64_t advance_ns) {
+    if (in_forked_child()) return;
     clock_.advance(advance_ns);
     for (unsigned i = 0; i < kTransportCount; ++i) poll_transport(i);
     progress_once(0);
