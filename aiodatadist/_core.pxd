@@ -75,6 +75,7 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
 
     cdef cppclass CLocalCache "adt::LocalCache":
         uint64_t id
+        cbool closed
         adt_geometry_t geometry
 
     cdef cppclass CRemoteCache "adt::RemoteCache":

@@ -466,6 +466,8 @@ cdef class LocalCache:
 
     def export_keys(self):
         """What peers need to reach it: a list of (transport, key, descriptor to pass or -1)."""
+        if self.cache.get().closed:
+            raise ClosedError(f"cache {self.id} is closed")  # its registrations with the transports may be gone
         keys = []
         for i in range(kTransportCount):
             name = kTransports[i].name.decode()
@@ -583,7 +585,8 @@ cdef bint read_blocks(object blocks, vector[int64_t] &out, str name) except -1:
         for i in range(n):
             item = blocks[i]
             if not PyLong_CheckExact(item):
-                item = as_index(item, name, i)
+                # __index__ may run anything, and could change the list under this loop: convert a copy first.
+                return read_blocks([as_index(x, name, k) for k, x in enumerate(tuple(blocks))], out, name)
             try:
                 out[i] = PyLong_AsLongLong(item)
             except OverflowError:
@@ -600,7 +603,7 @@ cdef object as_index(object item, str name, Py_ssize_t i):
     if isinstance(item, bool):
         raise ArgumentTypeError(f"{name}[{i}]={item} is a bool", hint="give block indices, not a mask")
     try:
-        return PyNumber_Index(item)
+        return int(PyNumber_Index(item))
     except TypeError:
         raise ArgumentTypeError(f"{name}[{i}]={item!r:.80} of type {type(item).__name__} is not an integer") from None
 
@@ -660,6 +663,8 @@ cdef class Pair:
         self.local = local
         self.remote = remote
         self.pin = pin
+        if local.node is not remote.peer.node:
+            raise ArgumentError("the two caches of a pair belong to different nodes")
         self.ring = local.node.ring
         self.engine = local.node.engine
         self.request.local = local.cache
