@@ -23,7 +23,10 @@ struct Served : Counted<Live::served> {
     std::shared_ptr<LocalCache> cache;
 };
 
-constexpr uint8_t kClosing = 1;  // flags of Say::fence
+constexpr uint8_t kClosing = 1;                  // flags of Say::fence
+constexpr int kMessagesATurn = 1024;             // read of one peer before others, and other threads, get the lock
+constexpr size_t kMaxUnsent = size_t{16} << 20;  // a peer that asks and never reads must not fill our memory
+constexpr size_t kMaxFences = 65536;
 
 // What transports call a link: its id, since ids are never used twice and addresses are.
 void *name_of(const Peer &peer) {
@@ -415,6 +418,11 @@ void Engine::close_wire(Peer &peer) {
 
 void Engine::send(Section &s, Peer &peer, const WireMessage &message) {
     if (!peer.wire_open) return;
+    if (peer.out.size() > kMaxUnsent) {
+        peer.out.clear();
+        ::shutdown(peer.wire.get(), SHUT_RDWR);  // the read side hears of it and ends the link
+        return;
+    }
     peer.out.append(reinterpret_cast<const char *>(&message), sizeof(message));
     peer.last_sent = clock_.now_ns();
     if (!peer.wants_write) flush(s, peer);
@@ -447,7 +455,7 @@ void Engine::flush(Section &, Peer &peer) {
 
 void Engine::read_wire(Section &s, Peer &peer) {
     const std::shared_ptr<Peer> keep = peers_.count(peer.id) != 0 ? peers_[peer.id] : nullptr;
-    while (peer.wire_open) {
+    for (int messages = 0; peer.wire_open && messages < kMessagesATurn;) {
         const ssize_t n =
             ::recv(peer.wire.get(), peer.in.data() + peer.in_size, peer.in.size() - peer.in_size, MSG_DONTWAIT);
         if (n < 0 && errno == EINTR) continue;
@@ -463,6 +471,7 @@ void Engine::read_wire(Section &s, Peer &peer) {
         peer.in_size += static_cast<size_t>(n);
         if (peer.in_size < peer.in.size()) continue;
         peer.in_size = 0;
+        ++messages;
         peer.last_heard = clock_.now_ns();
         WireMessage message;
         std::memcpy(&message, peer.in.data(), sizeof(message));
@@ -509,6 +518,7 @@ void Engine::handle(Section &s, Peer &peer, const WireMessage &message) {
                 for (auto at = first; at != last; ++at) close_remote(s, at->second);
                 peer.imports.erase(first, last);
             }
+            if (peer.fences_from_peer.size() >= kMaxFences) break;
             peer.fences_from_peer.push_back({message.a, message.b});
             take_over(s, peer);
             answer_fences(s, peer);
