@@ -123,10 +123,19 @@ void store_fence() {
 
 CopyPool::CopyPool(unsigned threads, Run run) : run_(std::move(run)) {
     threads_.reserve(threads);
-    for (unsigned i = 0; i < threads; ++i) threads_.push_back(start_thread("adt-copy", [this] { work(); }));
+    try {
+        for (unsigned i = 0; i < threads; ++i) threads_.push_back(start_thread("adt-copy", [this] { work(); }));
+    } catch (...) {
+        stop();
+        throw;
+    }
 }
 
 CopyPool::~CopyPool() {
+    stop();
+}
+
+void CopyPool::stop() {
     {
         const std::lock_guard<std::mutex> lock(mu_);
         stopping_ = true;

@@ -48,6 +48,7 @@ class CopyPool {
 
   private:
     void work();
+    void stop();
 
     const Run run_;
     std::mutex mu_;

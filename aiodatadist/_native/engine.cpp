@@ -132,7 +132,13 @@ Engine::Engine(const Options &options) : options_(options), clock_(options.stepp
             epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &interest);
         }
     }
-    if (!options_.stepped) thread_ = start_thread("adt-progress", [this] { run(); });
+    if (options_.stepped) return;
+    try {
+        thread_ = start_thread("adt-progress", [this] { run(); });
+    } catch (...) {
+        for (Transport &t : transports_) t.ops->close(t.handle);
+        throw;
+    }
 }
 
 Engine::~Engine() {

@@ -235,7 +235,7 @@ struct Peer : Counted<Live::peer> {
     uint32_t min_epoch = 0;      // requests older than this are refused (a fence ended by force)
     uint32_t fence_seq = 0;
     std::unordered_multimap<uint64_t, std::weak_ptr<RemoteCache>> imports;  // one cache may be imported repeatedly
-    std::unordered_set<uint64_t> closed_caches;  // ids never come back
+    std::unordered_set<uint64_t> closed_caches;                             // ids never come back
     std::vector<FenceFromPeer> fences_from_peer;
     std::vector<FenceOnPeer> fences_on_peer;
     bool fence_timer = false;

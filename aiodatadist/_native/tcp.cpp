@@ -147,15 +147,22 @@ class Tcp {
         interest.events = EPOLLIN;
         interest.data.u64 = 0;
         epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, stop_.get(), &interest);
-        for (unsigned i = 0; i < params.threads; ++i) {
-            threads_.push_back(start_thread("adt-io", [this] {
-                while (turn(-1)) {
-                }
-            }));
+        try {
+            for (unsigned i = 0; i < params.threads; ++i) {
+                threads_.push_back(start_thread("adt-io", [this] {
+                    while (turn(-1)) {
+                    }
+                }));
+            }
+        } catch (...) {
+            stop();
+            throw;
         }
     }
 
-    ~Tcp() {
+    ~Tcp() { stop(); }
+
+    void stop() {
         const uint64_t one = 1;
         [[maybe_unused]] const ssize_t n = ::write(stop_.get(), &one, sizeof(one));
         for (std::thread &thread : threads_) thread.join();

@@ -16,7 +16,13 @@ std::thread start_thread(const char *name, Function &&function) {
     sigset_t before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    std::thread thread(std::forward<Function>(function));
+    std::thread thread;
+    try {
+        thread = std::thread(std::forward<Function>(function));
+    } catch (...) {
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);  // no thread to be had: the caller keeps its signals
+        throw;
+    }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     pthread_setname_np(thread.native_handle(), name);
     return thread;
