@@ -1,0 +1,567 @@
+"""Move a transformer's KV cache from a prefill process to a decode process, and prove that it arrived.
+
+The command starts three processes. The prefill node runs a small transformer over a prompt that was drawn just
+now, with its paged KV cache in the library. The decode node never sees the prompt: it links the prefill node, is
+told the first token, the prompt's length and the block numbers, pulls those blocks into other blocks of its own
+cache, and goes on generating. The reference generates in a single process.
+
+Exits 0 only if the decode node wrote the reference's tokens and every block of every layer has the same digest on
+both nodes. With --control the transfer is damaged on purpose, and the demo has to notice and exit 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import secrets
+import shutil
+import signal
+import statistics
+import sys
+import sysconfig
+import textwrap
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+import aiodatadist
+from aiodatadist.model import ModelConfig, draw_prompt, tokenizer
+
+from . import demo_messages as msg
+from .failure import CommandError
+
+__all__ = ["NAME", "SUMMARY", "add_arguments", "run"]
+
+NAME: Final = "demo"
+SUMMARY: Final = "move a transformer's KV cache between two processes, and prove that it arrived"
+
+_LIMIT: Final = 60.0
+"""Seconds for all of it."""
+_GRACE: Final = 1.0
+"""Seconds for the other nodes to end, and say why, when one has failed."""
+_LINE_LIMIT: Final = 1 << 20
+_PROMPT_BYTES: Final = 600
+_NODES: Final = "aiodatadist.commands.demo_nodes"
+
+R = TypeVar("R", bound=msg.Message)
+
+
+# The nodes, from outside. -----------------------------------------------------------------------------------
+
+
+class NodeFailed(CommandError):
+    """A node ended before its time."""
+
+
+class Node:
+    """A child process of the demo.
+
+    Parameters
+    ----------
+    name : str
+        ``prefill``, ``decode`` or ``reference``.
+    process : asyncio.subprocess.Process
+    """
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self.name = name
+        self.process = process
+        self._finishing = False
+        # Tracebacks and warnings come out at once, whatever becomes of the demo.
+        self._errors = asyncio.create_task(self._forward_errors())
+
+    @classmethod
+    async def start(cls, name: str) -> Node:
+        """Start a node; it waits for its job."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",  # not from the folder where the user happens to be
+            "-X",
+            "faulthandler",
+            "-m",
+            _NODES,
+            name,  # for whoever looks at the list of processes
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=_LINE_LIMIT,
+            env=_environment(),
+            # Ctrl-C is for the demo, which then ends its nodes.
+            start_new_session=True,
+        )
+        return cls(name, process)
+
+    async def _forward_errors(self) -> None:
+        assert self.process.stderr is not None
+        async for line in self.process.stderr:
+            print(f"[{self.name}] {line.decode(errors='replace').rstrip()}", file=sys.stderr, flush=True)
+
+    async def send(self, message: msg.Message) -> None:
+        """Give a job or an order."""
+        assert self.process.stdin is not None
+        # A node that is gone is `watch`'s to report.
+        with contextlib.suppress(ConnectionError):
+            self.process.stdin.write(msg.write(message))
+            await self.process.stdin.drain()
+
+    async def receive(self, kind: type[R]) -> R:
+        """Wait for a report."""
+        assert self.process.stdout is not None
+        line = await self.process.stdout.readline()
+        if not line:
+            # `watch` knows more than that nothing comes any more, and cancels this wait.
+            await asyncio.sleep(_LIMIT)
+        report = msg.read_report(line)
+        if not isinstance(report, kind):
+            raise NodeFailed(f"the {self.name} node reported {type(report).__name__}, not {kind.__name__}")
+        return report
+
+    async def finish(self) -> None:
+        """Let the node close and exit, and wait for it."""
+        self._finishing = True
+        await self.send(msg.Finish())
+        await self.process.wait()
+
+    async def watch(self) -> None:
+        """Wait for the end of the process. Raises NodeFailed if it was not asked for, or not a good one."""
+        code = await self.process.wait()
+        await self._errors
+        if not self._finishing or code != 0:
+            raise NodeFailed(self.describe_end())
+
+    def let_go(self) -> None:
+        """Give no more orders; a node that waits for one exits."""
+        self._finishing = True
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def describe_end(self) -> str:
+        """Say how the process ended."""
+        code = self.process.returncode
+        if code is not None and code < 0:
+            try:
+                how = f"was killed by {signal.Signals(-code).name}"
+            except ValueError:
+                how = f"was killed by signal {-code}"
+        else:
+            how = f"ended with exit code {code}"
+        return f"the {self.name} process {how}"
+
+    async def stop(self) -> None:
+        """Kill the process if it lives, and read what it left."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+        await self.process.wait()
+        assert self.process.stdout is not None
+        await self.process.stdout.read()  # to its end, or the pipe's transport outlives the loop
+        await self._errors
+
+
+def _environment() -> dict[str, str]:
+    environment = dict(os.environ)
+    # Several BLAS threads divide a product differently, and its last bits differ with that.
+    for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "BLIS_NUM_THREADS"):
+        environment[variable] = "1"
+    root = str(Path(aiodatadist.__file__).parent.parent)
+    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        # The nodes run this very package, also from a checkout that is not installed.
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return environment
+
+
+@contextlib.asynccontextmanager
+async def _nodes(*names: str) -> AsyncIterator[list[Node]]:
+    """Run nodes around the body. One that ends before its time ends the body at once, with NodeFailed."""
+    nodes: list[Node] = []
+    failed: list[Exception] = []
+    try:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for name in names:
+                    nodes.append(await Node.start(name))
+                    group.create_task(nodes[-1].watch())
+                yield nodes
+        except* CommandError as failures:
+            failed.extend(failures.exceptions)
+        if failed:
+            raise CommandError(await _explain(failed, nodes))
+    finally:
+        for node in nodes:
+            await node.stop()
+
+
+async def _explain(failed: Sequence[Exception], nodes: Sequence[Node]) -> str:
+    """Say what has failed. What was noticed first may be a consequence."""
+    if any(isinstance(why, NodeFailed) for why in failed):
+        for node in nodes:
+            node.let_go()
+        ends = [asyncio.ensure_future(node.process.wait()) for node in nodes]
+        await asyncio.wait(ends, timeout=_GRACE)
+        for end in ends:
+            end.cancel()
+        bad = [node for node in nodes if node.process.returncode]
+        # A signal comes from outside, and what other nodes raised may come from that.
+        bad.sort(key=lambda node: node.process.returncode or 0)
+        if bad:
+            return "; ".join(node.describe_end() for node in bad)
+    return "; ".join(str(why) for why in failed)
+
+
+# The demo. --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Story:
+    """What happened, for the table and the verdict."""
+
+    prompt: str
+    tokens: list[int]
+    prefilled: msg.Prefilled
+    linked: msg.Linked
+    pulled: msg.Pulled
+    generated: msg.Generated
+    reference: msg.Generated
+    measured: msg.Measured | None = None
+    measured_right: bool = True
+
+
+class Progress:
+    """Prints one line for each step, with the time since the start."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self.doing = "starting"
+
+    def __call__(self, text: str, then: str) -> None:
+        """Tell what is done, and remember what comes."""
+        print(f"[{time.monotonic() - self._began:5.2f} s] {text}", flush=True)
+        self.doing = then
+
+
+async def _play(arguments: argparse.Namespace, prompt: str, seed: int, progress: Progress) -> Story:
+    tokens = tokenizer.encode(prompt)
+    # Other seeds than the prompt's: nothing that the decode node gets leads back to the prompt.
+    layout = random.Random(f"layout of {seed}")
+    transport, memory = arguments.transport, arguments.memory
+    async with _nodes("prefill", "decode", "reference") as (prefill, decode, reference):
+        pids = ", ".join(f"{node.name} process {node.process.pid}" for node in (prefill, decode, reference))
+        progress(f"started {pids}", "waiting for the prefill")
+        await prefill.send(msg.PrefillJob(tokens, transport, memory, layout.getrandbits(32)))
+        prefilled = await prefill.receive(msg.Prefilled)
+        progress(
+            f"prefill: {len(tokens)} tokens in {_seconds(prefilled.seconds)}, {_blocks(prefilled.blocks)} of "
+            f"{msg.BLOCK_SIZE} tokens in {memory} memory, listening on {prefilled.address}",
+            "linking",
+        )
+        job = msg.DecodeJob(
+            address=prefilled.address,
+            max_new_tokens=arguments.tokens,
+            transport=transport,
+            memory=memory,
+            layout_seed=layout.getrandbits(32),
+            control=arguments.control,
+        )
+        await decode.send(job)
+        linked = await decode.receive(msg.Linked)
+        progress(f"decode: linked in {_seconds(linked.seconds)}, path {linked.cache}", "pulling the blocks")
+        _check_path(linked, transport)
+        pulled = await decode.receive(msg.Pulled)
+        progress(
+            f"decode: pulled {_blocks(pulled.blocks)}, {_bytes(pulled.nbytes)}, in {_seconds(pulled.seconds)}",
+            "generating",
+        )
+        if pulled.damage:
+            progress(f"decode: DAMAGED ON PURPOSE: {pulled.damage}", "generating")
+        # Only now, so that the reference took no time from the pull.
+        await reference.send(msg.ReferenceJob(tokens, arguments.tokens))
+        generated = await decode.receive(msg.Generated)
+        progress(f"decode: generated {len(generated.tokens)} tokens in {_seconds(generated.seconds)}", "the reference")
+        alone = await reference.receive(msg.Generated)
+        await reference.finish()
+        progress(f"reference: the same in a single process, in {_seconds(alone.seconds)}", "measuring")
+        story = Story(prompt, tokens, prefilled, linked, pulled, generated, alone)
+        if arguments.control is None:
+            await prefill.send(msg.TellDigest())
+            expected = await prefill.receive(msg.CacheDigest)
+            await decode.send(msg.Measure())
+            story.measured = await decode.receive(msg.Measured)
+            story.measured_right = story.measured.digest == expected.digest
+            progress(f"decode: pulled the whole cache {len(story.measured.whole) + 1} times", "closing")
+        await decode.finish()
+        await prefill.finish()
+    return story
+
+
+def _check_path(linked: msg.Linked, transport: str) -> None:
+    """Fail if the blocks are about to travel over something else than what was asked for."""
+    if transport != "auto" and linked.cache.partition("-")[0] != transport:
+        raise CommandError(f"{transport} was asked for, and the cache would travel over {linked.cache}: {_why(linked)}")
+
+
+async def _play_within_limit(arguments: argparse.Namespace, prompt: str, seed: int) -> Story:
+    progress = Progress()
+    try:
+        async with asyncio.timeout(_LIMIT):
+            return await _play(arguments, prompt, seed, progress)
+    except TimeoutError:
+        raise CommandError(f"{progress.doing} took too long: the demo ends after {_LIMIT:g} s") from None
+
+
+# The verdict. -----------------------------------------------------------------------------------------------
+
+
+def _differences(story: Story) -> list[str]:
+    """Return everything in which the decode node differs from what it should be; nothing if all is well."""
+    found = []
+    expected, actual = set(story.prefilled.digests), set(story.pulled.digests)
+    wrong = sorted({(layer, block) for layer, block, _ in expected ^ actual})
+    if wrong:
+        layer, block = wrong[0]
+        found.append(
+            f"{len(wrong)} of {len(expected)} digests differ: {_name_blocks(wrong, story.prefilled.layers)} "
+            f"(the first: layer {layer}, block {block}, which is block {story.prefilled.blocks[block]} of the "
+            f"prefill node and block {story.pulled.blocks[block]} of the decode node)"
+        )
+    elif len(expected) != story.prefilled.layers * len(story.prefilled.blocks):
+        found.append(f"only {len(expected)} blocks were digested")
+    right, written = story.reference.tokens, story.generated.tokens
+    if right != written:
+        first = next(
+            (i for i, (a, b) in enumerate(zip(right, written, strict=False)) if a != b),
+            min(len(right), len(written)),
+        )
+        found.append(
+            f"the tokens differ from token {first + 1} on: {_token(right, first)} in a single process, "
+            f"{_token(written, first)} on the decode node"
+        )
+    if not story.measured_right:
+        found.append("the whole cache, pulled to measure the speed, has another digest than the original")
+    return found
+
+
+def _name_blocks(wrong: Sequence[tuple[int, int]], layers: int) -> str:
+    by_layer: dict[int, list[int]] = {}
+    for layer, block in wrong:
+        by_layer.setdefault(layer, []).append(block)
+    if len(by_layer) == layers and len({tuple(blocks) for blocks in by_layer.values()}) == 1:
+        return f"all {layers} layers, {_ranges(next(iter(by_layer.values())))}"
+    return "; ".join(f"layer {layer}, {_ranges(blocks)}" for layer, blocks in by_layer.items())
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Name block numbers, sorted, with runs as one: ``blocks 0-3, 7``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] + 1 == number:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"block{'s' if len(numbers) > 1 else ''} {text}"
+
+
+def _token(tokens: Sequence[int], index: int) -> str:
+    if index >= len(tokens):
+        return "nothing more"
+    token = tokens[index]
+    if token == tokenizer.EOS:
+        return "the end"
+    return f"{token} ({chr(token)!a})" if token < 128 else str(token)
+
+
+# The table. -------------------------------------------------------------------------------------------------
+
+
+def _seconds(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e6:.0f} us"
+
+
+def _bytes(nbytes: int) -> str:
+    for unit, scale in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.4g} {unit}"
+    return f"{nbytes} bytes"
+
+
+def _blocks(blocks: Sequence[int]) -> str:
+    return f"{len(blocks)} block{'s' if len(blocks) > 1 else ''}"
+
+
+def _speed(nbytes: int, seconds: float) -> str:
+    return f"{nbytes / max(seconds, 1e-9) / 1e9:.2f} GB/s"
+
+
+def _why(linked: msg.Linked) -> str:
+    """Say why the blocks travel the way they do."""
+    order = f"preferred in the order {', '.join(linked.preferred)}" if len(linked.preferred) > 1 else "no other allowed"
+    return "; ".join(filter(None, (linked.why, f"link: {linked.link}", order)))
+
+
+def _some(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:4])) + (", ..." if len(numbers) > 4 else "")
+
+
+def _quoted(text: str) -> str:
+    return f'"{text.encode("unicode_escape").decode()}"'
+
+
+def _rows(story: Story, arguments: argparse.Namespace) -> list[tuple[str, str]]:
+    prefilled, pulled, config = story.prefilled, story.pulled, ModelConfig()
+    tail = story.prompt if len(story.prompt) <= 100 else "..." + story.prompt[-100:]
+    same = len(set(prefilled.digests) & set(pulled.digests))
+    agree = 0
+    for right, written in zip(story.reference.tokens, story.generated.tokens, strict=False):
+        if right != written:
+            break
+        agree += 1
+    rows = [
+        ("model", f"{config.layers} layers of width {config.d_model}, {config.heads} heads over {config.kv_heads}"),
+        ("path", f"{story.linked.cache} ({_why(story.linked)})"),
+        ("memory", f"{arguments.memory}, on both nodes; mode {arguments.mode}"),
+        (
+            "blocks",
+            f"{_some(prefilled.blocks)} of the prefill node to {_some(pulled.blocks)} of the decode node",
+        ),
+        (
+            "handed over",
+            f"{pulled.received} bytes: first token, length, block numbers; the prompt never reaches the decode node",
+        ),
+        (
+            "KV cache",
+            f"{len(story.tokens)} tokens, {_blocks(pulled.blocks)}, {pulled.nbytes:,} bytes in "
+            f"{_seconds(pulled.seconds)}: {_speed(pulled.nbytes, pulled.seconds)} (the first pull on this link: it "
+            "meets pages that nobody has touched)",
+        ),
+    ]
+    if (measured := story.measured) is not None:
+        again, whole = statistics.median(measured.again), statistics.median(measured.whole)
+        rows += [
+            (
+                "again",
+                f"as many blocks in {_seconds(again)}: {_speed(pulled.nbytes, again)} (median of "
+                f"{len(measured.again)} pulls of the same blocks, which by then lie in the processor's caches)",
+            ),
+            (
+                "whole cache",
+                f"{msg.NUM_BLOCKS} blocks, {measured.nbytes:,} bytes in {_seconds(whole)}: "
+                f"{_speed(measured.nbytes, whole)} (in random order, pieces of {_bytes(measured.piece)}; median of "
+                f"{len(measured.whole)} pulls after one to warm up)",
+            ),
+        ]
+    rows += [
+        ("prompt", _quoted(tail)),
+        ("generated", _quoted(tokenizer.decode(story.generated.tokens))),
+    ]
+    if story.generated.tokens != story.reference.tokens:
+        rows.append(("should be", _quoted(tokenizer.decode(story.reference.tokens))))
+    rows += [
+        ("tokens", f"{agree} of {len(story.reference.tokens)} as in a single process"),
+        ("digests", f"{same} of {len(prefilled.digests)} (layer, block) agree"),
+    ]
+    return rows
+
+
+def _print_table(rows: list[tuple[str, str]]) -> None:
+    width = min(max(shutil.get_terminal_size((110, 24)).columns, 60), 110)
+    print()
+    for name, text in rows:
+        wrapped = textwrap.wrap(text, width - 14, break_on_hyphens=False) or [""]
+        print(f"  {name:<12}{wrapped[0]}")
+        for line in wrapped[1:]:
+            print(f"  {'':<12}{line}")
+    print()
+
+
+# The command. -----------------------------------------------------------------------------------------------
+
+
+def _token_count(text: str) -> int:
+    count = int(text)
+    if not 1 <= count <= 1024:
+        raise argparse.ArgumentTypeError(f"{count} is outside 1..1024")
+    return count
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "--transport",
+        choices=("auto", "shm", "tcp"),
+        default="auto",
+        help="what the blocks travel over; auto takes the best that works, shm fails if it does not work (auto)",
+    )
+    parser.add_argument(
+        "--memory",
+        choices=("library", "ordinary"),
+        default="library",
+        help="where the caches lie: memory of the library, which the peer maps, or numpy's own (library)",
+    )
+    parser.add_argument("--mode", choices=("pull",), default="pull", help="who moves the blocks (pull)")
+    parser.add_argument(
+        "--tokens", type=_token_count, default=96, metavar="N", help="most tokens to generate, 1..1024 (96)"
+    )
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="repeats the run that printed this seed; else a fresh one is drawn"
+    )
+    parser.add_argument("--prompt", metavar="TEXT", help="a prompt of your own; else one is drawn from the seed")
+    parser.add_argument(
+        "--control",
+        choices=msg.CONTROLS,
+        help="damage the transfer: flip one byte of a block, swap two blocks, leave out a layer, or zero a block; "
+        "the demo must then exit 1 and name what differs",
+    )
+    parser.set_defaults(parser=parser)
+
+
+def _prompt(arguments: argparse.Namespace, seed: int) -> str:
+    """Return the prompt, or end with a usage error if it does not fit."""
+    if arguments.prompt is None:
+        return draw_prompt(seed, _PROMPT_BYTES).text
+    prompt: str = arguments.prompt
+    parser: argparse.ArgumentParser = arguments.parser
+    try:
+        length = len(tokenizer.encode(prompt))
+    except UnicodeEncodeError:
+        parser.error("argument --prompt: it is not valid text in this locale's encoding")
+    most = ModelConfig().max_positions
+    if not prompt:
+        parser.error("argument --prompt: it is empty")
+    if length + arguments.tokens > most:
+        parser.error(
+            f"argument --prompt: {length} tokens and {arguments.tokens} new ones are more than the model's {most}"
+        )
+    if arguments.control == "swap-blocks" and length <= msg.BLOCK_SIZE:
+        parser.error(f"argument --prompt: swapping blocks takes two, more than {msg.BLOCK_SIZE - 1} bytes")
+    return prompt
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command: 0 if the cache arrived, 1 if anything differs or fails."""
+    seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
+    prompt = _prompt(arguments, seed)
+    print(f"aiodatadist demo: seed {seed} (--seed {seed} repeats this run)", flush=True)
+    story = asyncio.run(_play_within_limit(arguments, prompt, seed))
+    differences = _differences(story)
+    _print_table(_rows(story, arguments))
+    if differences:
+        if story.pulled.damage:
+            print(f"The transfer was damaged on purpose: {story.pulled.damage}.")
+        for difference in differences:
+            print(f"DIFFERS: {difference}.")
+        if story.generated.tokens == story.reference.tokens:
+            print("The tokens are equal in spite of that: the digests are checked for such cases.")
+        print("FAILED: the KV cache did not arrive as it was.")
+        return 1
+    if arguments.control is not None:
+        raise CommandError(f"--control {arguments.control} damaged the transfer, and nothing differs")
+    print("OK: every token and every block of every layer is as it should be.")
+    return 0

@@ -1,0 +1,282 @@
+"""What the processes of the demo tell each other.
+
+Jobs and orders go from the demo to its nodes, reports come back: JSON, one object a line, over the nodes' stdin and
+stdout, as a router would speak with its workers. `Handoff` is another matter: it goes from the prefill node to the
+decode node, through the library.
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias
+
+import msgspec
+
+__all__ = [
+    "BLOCK_SIZE",
+    "CONTROLS",
+    "DECODE_ID",
+    "NUM_BLOCKS",
+    "PREFILL_ID",
+    "CacheDigest",
+    "DecodeJob",
+    "Finish",
+    "Generated",
+    "Handoff",
+    "Linked",
+    "Measure",
+    "Measured",
+    "Order",
+    "Prefilled",
+    "PrefillJob",
+    "Pulled",
+    "ReferenceJob",
+    "TellDigest",
+    "read_order",
+    "read_report",
+    "write",
+]
+
+PREFILL_ID: Final = 1
+DECODE_ID: Final = 2
+"""Cluster ids."""
+
+BLOCK_SIZE: Final = 16
+"""Tokens of a block."""
+NUM_BLOCKS: Final = 2048
+"""Blocks of each node's cache: 64 MiB with the model that ships."""
+
+CONTROLS: Final = ("flip-byte", "swap-blocks", "drop-layer", "zero")
+"""Ways to damage the transfer on purpose."""
+
+Digests: TypeAlias = list[tuple[int, int, str]]
+"""Layer, logical block and hexdigest, as in `aiodatadist.model.BlockDigest`."""
+
+
+class Message(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
+    """Base of all: the class travels by name."""
+
+
+# Jobs and orders. -------------------------------------------------------------------------------------------
+
+
+class PrefillJob(Message, frozen=True):
+    """Fill a cache from a prompt and serve it.
+
+    Attributes
+    ----------
+    tokens : list of int
+        The prompt. No other node but the reference gets it.
+    transport : str
+        ``auto``, ``shm`` or ``tcp``.
+    memory : str
+        ``library`` or ``ordinary``.
+    layout_seed : int
+        For the choice of blocks, and for what lies in the blocks before.
+    """
+
+    tokens: list[int]
+    transport: str
+    memory: str
+    layout_seed: int
+
+
+class DecodeJob(Message, frozen=True):
+    """Link the prefill node, pull what it hands over, and go on generating.
+
+    Attributes
+    ----------
+    address : str
+        Where the prefill node listens.
+    max_new_tokens : int
+    transport, memory, layout_seed
+        As in `PrefillJob`.
+    control : str or None
+        One of `CONTROLS`: damage the transfer that way.
+    """
+
+    address: str
+    max_new_tokens: int
+    transport: str
+    memory: str
+    layout_seed: int
+    control: str | None
+
+
+class ReferenceJob(Message, frozen=True):
+    """Generate in a single process, without any transfer."""
+
+    tokens: list[int]
+    max_new_tokens: int
+
+
+class Measure(Message, frozen=True):
+    """Pull once more, several times: the request's blocks, and all blocks of the prefill node's cache."""
+
+
+class TellDigest(Message, frozen=True):
+    """Digest the whole cache."""
+
+
+class Finish(Message, frozen=True):
+    """Close and exit."""
+
+
+Order: TypeAlias = PrefillJob | DecodeJob | ReferenceJob | Measure | TellDigest | Finish
+
+
+# Reports. ---------------------------------------------------------------------------------------------------
+
+
+class Prefilled(Message, frozen=True):
+    """The prefill node has a cache to hand over.
+
+    Attributes
+    ----------
+    address : str
+        Where it listens.
+    blocks : list of int
+        Where the prompt lies in its cache.
+    layers : int
+    seconds : float
+        The model's time.
+    digests : Digests
+        Of whole blocks, also of the rows behind the prompt's end.
+    """
+
+    address: str
+    blocks: list[int]
+    layers: int
+    seconds: float
+    digests: Digests
+
+
+class Linked(Message, frozen=True):
+    """The decode node has its link.
+
+    Attributes
+    ----------
+    seconds : float
+    link : str
+        The link's path and why not the others.
+    cache : str
+        How the memory of the prefill node's cache is reached: ``shm-mapped``, ``shm-process_vm`` or ``tcp``.
+    why : str
+        Why not better.
+    preferred : list of str
+        Transports in the order of preference.
+    """
+
+    seconds: float
+    link: str
+    cache: str
+    why: str
+    preferred: list[str]
+
+
+class Pulled(Message, frozen=True):
+    """The blocks are there.
+
+    Attributes
+    ----------
+    blocks : list of int
+        Where the prompt lies in the decode node's cache.
+    nbytes : int
+        Bytes moved.
+    seconds : float
+        From the call to the end of the await.
+    received : int
+        Bytes of the handoff: all that the decode node was told.
+    digests : Digests
+    damage : str
+        What was damaged on purpose, or empty.
+    """
+
+    blocks: list[int]
+    nbytes: int
+    seconds: float
+    received: int
+    digests: Digests
+    damage: str
+
+
+class Generated(Message, frozen=True):
+    """New tokens, of the decode node or the reference."""
+
+    tokens: list[int]
+    seconds: float
+
+
+class Measured(Message, frozen=True):
+    """What more pulls took.
+
+    Attributes
+    ----------
+    again : list of float
+        Seconds of each pull of the request's blocks, into other ones.
+    whole : list of float
+        Seconds of each pull of the whole cache.
+    nbytes : int
+        Bytes of the whole cache.
+    piece : int
+        Bytes that lie together: one block of one tensor.
+    digest : str
+        Of the whole cache as it arrived, in the order of the prefill node's blocks.
+    """
+
+    again: list[float]
+    whole: list[float]
+    nbytes: int
+    piece: int
+    digest: str
+
+
+class CacheDigest(Message, frozen=True):
+    """The digest of the prefill node's whole cache."""
+
+    digest: str
+
+
+Report: TypeAlias = Prefilled | Linked | Pulled | Generated | Measured | CacheDigest
+
+
+# From node to node. -----------------------------------------------------------------------------------------
+
+
+class Handoff(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that a decode node needs besides the blocks themselves. The prompt is not part of it.
+
+    Attributes
+    ----------
+    first_token : int
+        What the prefill chose to write first.
+    length : int
+        Tokens of the prompt.
+    blocks : list of int
+        Where they lie in the prefill node's cache.
+    """
+
+    first_token: int
+    length: int
+    blocks: list[int]
+
+
+# Reading and writing. ---------------------------------------------------------------------------------------
+
+_encoder = msgspec.json.Encoder()
+_orders = msgspec.json.Decoder(Order)
+_reports = msgspec.json.Decoder(Report)
+
+
+def write(message: Message) -> bytes:
+    """Return the line of a message."""
+    return _encoder.encode(message) + b"\n"
+
+
+def read_order(line: bytes) -> Order:
+    """Read a line that a node got."""
+    return _orders.decode(line)
+
+
+def read_report(line: bytes) -> Report:
+    """Read a line that a node wrote."""
+    return _reports.decode(line)
