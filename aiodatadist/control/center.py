@@ -234,10 +234,9 @@ class Center:
 
     async def _run_ended(self, why: BaseException) -> None:
         """End in good order when the root task is cancelled from outside, as asyncio.run does at its end."""
+        unclosed = self.state is State.OPEN and not isinstance(why, Exception)
         if isinstance(why, Exception):
             _log.error("a DataDist failed", cluster_id=self.cluster_id, exc_info=why)
-        elif self.state is State.OPEN:
-            _warn_unclosed(self.cluster_id)
         self.abort()
         try:
             with shielded(), Deadline(self.config.drain_timeout + _GRACE_SECONDS):
@@ -245,6 +244,8 @@ class Center:
         finally:
             if not self._over.is_set():
                 self.stop_native()
+            if unclosed:  # last, because warnings may be errors
+                _warn_unclosed(self.cluster_id)
 
     # Events of the engine. ----------------------------------------------------------------------------------
 
@@ -395,14 +396,15 @@ class Center:
         """Stop, because the user's DataDist was dropped unclosed. May be called in any thread."""
         if not self._built or self.state in (State.CLOSED, State.FORKED):
             return
-        if self.state is State.OPEN:
-            _warn_unclosed(self.cluster_id)
+        unclosed = self.state is State.OPEN
         if self.runtime.closed:
             self.stop_native()
         elif self.thread_id == threading.get_ident():
             self.abort()
         else:
             self.runtime.call_soon_threadsafe(self.abort)
+        if unclosed:  # last, because warnings may be errors
+            _warn_unclosed(self.cluster_id)
 
     def _after_fork_in_child(self) -> None:
         self.state = State.FORKED

@@ -56,6 +56,9 @@ _HOST_PROOF_TIMEOUT: Final = 2.0
 _SHM: Final = "shm"
 _TCP: Final = "tcp"
 
+SHORT_CONNECTIONS: Final = 2
+"""Data connections for short requests beside the bulk ones, one for each side's, on links without shm."""
+
 M = TypeVar("M", bound=wire.Message)
 
 
@@ -151,10 +154,6 @@ def refusal_error(kind: str, reason: str, status: int, peer: int | None) -> Data
         case _:
             return LinkRefusedError(reason, peer=peer, status=known)
 
-
-
-SHORT_CONNECTIONS: Final = 2
-"""Data connections for short requests beside the bulk ones, one for each side's, on links without shm."""
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
