@@ -263,9 +263,13 @@ class Damage:
             for tensor in kv:
                 tensor[block] = 0.0
         elif self._control == "flip-byte":
-            # The exponent's byte of one value in the block's first row, which always belongs to a token.
+            # In the block's first row, which always belongs to a token; the largest value below 2, whose exponent
+            # this bit makes huge. A small change would be noticed as well, but only by its digest.
             values = kv[TENSORS_PER_LAYER * self._layer + 1]
-            values.view(np.uint8)[block, 0, 0, 3 if sys.byteorder == "little" else 0] ^= 0x40
+            sizes = np.abs(values[block, 0, 0])
+            index = int(np.argmax(np.where(sizes < 2, sizes, -1)))
+            high = 3 if sys.byteorder == "little" else 0
+            values.view(np.uint8)[block, 0, 0, values.itemsize * index + high] ^= 0x40
 
 
 async def _measure(caches: adt.CacheManager, cache: adt.Cache, request: list[int]) -> Measured:
