@@ -95,6 +95,11 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
         size_t position
         int64_t value
 
+    cdef cppclass CBlockRun "adt::BlockRun":
+        pass
+
+    CBlockFault make_runs(const int64_t *local, const int64_t *remote, size_t count, const adt_geometry_t &local_geometry, const adt_geometry_t &remote_geometry, cbool local_is_destination, vector[CBlockRun] &out) except +
+
     cdef struct CTransferRequest "adt::TransferRequest":
         shared_ptr[CLocalCache] local
         shared_ptr[CRemoteCache] remote
@@ -221,6 +226,7 @@ cdef class Ring:
     cdef list deferred
     cdef vector[int64_t] local_blocks
     cdef vector[int64_t] remote_blocks
+    cdef bint reading
     cdef complete(self, const CEvent &event)
     cdef bint spend(self, uint64_t ns) except -1
 
@@ -242,6 +248,7 @@ cdef class LocalCache:
 cdef class RemoteCache:
     cdef shared_ptr[CRemoteCache] cache
     cdef readonly Peer peer
+    cdef Engine engine
     cdef readonly str transport
     cdef readonly str path
     cdef readonly str reasons
@@ -264,4 +271,3 @@ cdef class Pair:
     cdef Engine engine
     cdef uint64_t cost_base_ns
     cdef uint64_t cost_per_kib_ns
-    cdef refusal(self, const CSubmitResult &result, int opcode)

@@ -156,6 +156,13 @@ class RemoteCache:
     def reasons(self) -> str: ...
     def release(self) -> None: ...
 
+def checked_blocks(
+    opcode: int,
+    local_blocks: Any,
+    remote_blocks: Any,
+    local_geometry: tuple[int, int, int, int],
+    remote_geometry: tuple[int, int, int, int],
+) -> tuple[tuple[int, ...], tuple[int, ...]]: ...
 @final
 class Pair:
     def __new__(cls, local: LocalCache, remote: RemoteCache, pin: Any) -> Self: ...

@@ -36,6 +36,7 @@ from .errors import (
     TransportUnavailable,
     error_from_native,
 )
+from .types import shown
 
 EVENT_PEER_LOST = <int>CEventKind.peer_lost
 EVENT_PEER_QUIET = <int>CEventKind.peer_quiet
@@ -522,6 +523,7 @@ cdef class Peer:
     cdef imported(self, shared_ptr[CRemoteCache] cache, str name, list reasons):
         cdef RemoteCache result = RemoteCache.__new__(RemoteCache)
         result.peer = self
+        result.engine = self.node.engine
         result.transport = name
         result.path = cache.get().path.name.decode()
         result.reasons = "; ".join(reasons)
@@ -554,15 +556,16 @@ cdef class Peer:
         self.node.engine.get().disconnect(self.peer, status)
 
 
-# Its attributes are needed to give the key back, also when the collector ends it as part of a cycle.
+# The engine is needed to give the key back, also when the collector ends this as part of a cycle; then the peer may have
+# lost its own attributes already.
 @cython.no_gc_clear
 @cython.final
 cdef class RemoteCache:
     """A peer's cache, reachable from here."""
 
     def __dealloc__(self):
-        if self.cache.get() != NULL and self.peer.node.engine.engine.get() != NULL:
-            self.peer.node.engine.engine.get().release_cache(self.cache)
+        if self.cache.get() != NULL and self.engine.engine.get() != NULL:
+            self.engine.engine.get().release_cache(self.cache)
         let_go_remote(self.cache)
 
     @property
@@ -571,7 +574,7 @@ cdef class RemoteCache:
 
     def release(self):
         """Give it back; a mapping goes with the last operation that uses it."""
-        self.peer.node.engine.get().release_cache(self.cache)
+        self.engine.get().release_cache(self.cache)
 
 
 cdef bint read_blocks(object blocks, vector[int64_t] &out, str name) except -1:
@@ -590,12 +593,17 @@ cdef bint read_blocks(object blocks, vector[int64_t] &out, str name) except -1:
             try:
                 out[i] = PyLong_AsLongLong(item)
             except OverflowError:
-                raise BlockIndexError(f"{name}[{i}]={item} does not fit 64 bits", hint="give block indices") from None
+                raise BlockIndexError(f"{name}[{i}]={shown(item)} does not fit 64 bits",
+                                      hint="give block indices") from None
         return True
     if PyObject_CheckBuffer(blocks):
         return read_block_buffer(blocks, out, name)
     if isinstance(blocks, (str, dict, set, frozenset)) or not hasattr(blocks, "__iter__"):
         raise ArgumentTypeError(f"{name} must be a sequence or array of integers, got {type(blocks).__name__}")
+    # Tensors that are no buffers: their elements would pass for integers.
+    if getattr(blocks, "ndim", 1) != 1 or str(getattr(blocks, "dtype", "")).endswith("bool"):
+        raise ArgumentTypeError(f"{name} must be a one-dimensional array of integers, got {blocks!r:.80}",
+                                hint="give block indices, not a mask")
     return read_blocks(list(blocks), out, name)
 
 
@@ -616,8 +624,8 @@ cdef bint read_block_buffer(object blocks, vector[int64_t] &out, str name) excep
     cdef char *at
     try:
         PyObject_GetBuffer(blocks, &view, PyBUF_FORMAT | PyBUF_ND | PyBUF_STRIDES)
-    except BufferError as e:
-        raise ArgumentTypeError(f"{name}: {e}") from e
+    except (BufferError, ValueError, TypeError) as e:
+        raise ArgumentTypeError(f"{name}: {e}", hint="use an integer dtype such as numpy.int64") from e
     try:
         form = (<bytes>view.format).decode().lstrip("@=<") if view.format != NULL else "B"
         if view.ndim != 1 or len(form) != 1 or form not in "bhilqnBHILQN":
@@ -625,7 +633,7 @@ cdef bint read_block_buffer(object blocks, vector[int64_t] &out, str name) excep
                 f"{name} must be a one-dimensional array of integers, got {view.ndim} dimensions of format {form!r}",
                 hint="use an integer dtype such as numpy.int64")
         n = view.shape[0]
-        step = view.strides[0]
+        step = view.strides[0] if view.strides != NULL else view.itemsize  # ctypes leaves them out
         at = <char *>view.buf
         out.resize(n)
         signed = form.islower()
@@ -647,6 +655,50 @@ cdef bint read_block_buffer(object blocks, vector[int64_t] &out, str name) excep
     finally:
         PyBuffer_Release(&view)
     return True
+
+
+cdef int read_lists(int opcode, local_blocks, remote_blocks, vector[int64_t] &local, vector[int64_t] &remote) except -1:
+    """Convert the two block lists of a transfer, which must be of one length."""
+    read_blocks(local_blocks, local, "src_blocks" if opcode == ADT_WRITE else "dst_blocks")
+    read_blocks(remote_blocks, remote, "dst_blocks" if opcode == ADT_WRITE else "src_blocks")
+    if local.size() != remote.size():
+        counts = (local.size(), remote.size())
+        src, dst = counts if opcode == ADT_WRITE else counts[::-1]
+        raise BlockIndexError(f"src_blocks has {src} entries and dst_blocks has {dst}",
+                              hint="give one destination for each source")
+    return 0
+
+
+cdef block_error(const CBlockFault &fault, int opcode, local_blocks, remote_blocks):
+    """Say what is wrong with a block list; the numbers are those of each side's blocks."""
+    local_name, remote_name = ("src_blocks", "dst_blocks") if opcode == ADT_WRITE else ("dst_blocks", "src_blocks")
+    at, value = fault.position, fault.value
+    if fault.kind == 1:
+        return BlockIndexError(f"{local_name}[{at}]={value} is outside the local cache's 0..{local_blocks - 1}",
+                               hint="give indices below the cache's number of blocks")
+    if fault.kind == 2:
+        return BlockIndexError(f"{remote_name}[{at}]={value} is outside the peer's cache, 0..{remote_blocks - 1}",
+                               hint="give indices below the peer's number of blocks")
+    return BlockIndexError(f"dst_blocks[{at}]={value} is named twice", hint="each destination may appear once")
+
+
+def checked_blocks(int opcode, local_blocks, remote_blocks, local_geometry, remote_geometry):
+    """Check block lists for a transfer that starts later, and return them in a form that nobody changes.
+
+    Geometries are (num_tensors, num_blocks, block_bytes, block_stride).
+    """
+    cdef vector[int64_t] local
+    cdef vector[int64_t] remote
+    cdef vector[CBlockRun] runs
+    cdef adt_geometry_t here
+    cdef adt_geometry_t there
+    here.num_tensors, here.num_blocks, here.block_bytes, here.block_stride = local_geometry
+    there.num_tensors, there.num_blocks, there.block_bytes, there.block_stride = remote_geometry
+    read_lists(opcode, local_blocks, remote_blocks, local, remote)
+    fault = make_runs(local.data(), remote.data(), local.size(), here, there, opcode == ADT_READ, runs)
+    if fault.kind != 0:
+        raise block_error(fault, opcode, here.num_blocks, there.num_blocks)
+    return tuple(local), tuple(remote)
 
 
 @cython.final
@@ -689,13 +741,13 @@ cdef class Pair:
         cdef Ring ring = self.ring
         if in_forked_child():
             raise error_from_native(-10, detail="this process is a forked child")
-        read_blocks(local_blocks, ring.local_blocks, "src_blocks" if opcode == ADT_WRITE else "dst_blocks")
-        read_blocks(remote_blocks, ring.remote_blocks, "dst_blocks" if opcode == ADT_WRITE else "src_blocks")
-        if ring.local_blocks.size() != ring.remote_blocks.size():
-            counts = (ring.local_blocks.size(), ring.remote_blocks.size())
-            src, dst = counts if opcode == ADT_WRITE else counts[::-1]
-            raise BlockIndexError(f"src_blocks has {src} entries and dst_blocks has {dst}",
-                                  hint="give one destination for each source")
+        if ring.reading:
+            raise ArgumentError("a transfer was started while the blocks of another one were being read")
+        ring.reading = True
+        try:
+            read_lists(opcode, local_blocks, remote_blocks, ring.local_blocks, ring.remote_blocks)
+        finally:
+            ring.reading = False
         request.opcode = <adt_opcode_t>opcode
         request.local_blocks = ring.local_blocks.data()
         request.remote_blocks = ring.remote_blocks.data()
@@ -728,20 +780,9 @@ cdef class Pair:
             transfer._native_started(self, 0, result.bytes)
             transfer._native_done(result.status, 0)
             return
-        raise self.refusal(result, opcode)
-
-    cdef refusal(self, const CSubmitResult &result, int opcode):
-        local_name, remote_name = ("src_blocks", "dst_blocks") if opcode == ADT_WRITE else ("dst_blocks", "src_blocks")
-        at, value = result.fault.position, result.fault.value
-        if result.fault.kind == 1:
-            return BlockIndexError(f"{local_name}[{at}]={value} is outside the local cache's 0..{self.local_blocks - 1}",
-                                   hint="give indices below the cache's number of blocks")
-        if result.fault.kind == 2:
-            return BlockIndexError(f"{remote_name}[{at}]={value} is outside the peer's cache, 0..{self.remote_blocks - 1}",
-                                   hint="give indices below the peer's number of blocks")
-        if result.fault.kind == 3:
-            return BlockIndexError(f"dst_blocks[{at}]={value} is named twice", hint="each destination may appear once")
-        return error_from_native(result.status, transport=self.remote.transport)
+        if result.fault.kind != 0:
+            raise block_error(result.fault, opcode, self.local_blocks, self.remote_blocks)
+        raise error_from_native(result.status, transport=self.remote.transport)
 
     @property
     def local_blocks(self):

@@ -32,9 +32,10 @@ from .errors import (
     MemoryStillExposed,
     NotLinkedError,
     RegistrationError,
+    TransferTimeout,
 )
 from .transfer import Operation, Transfer
-from .types import BlocksCacheKey, CacheDesc, CacheKeyByIdAndIndex, Geometry, as_integer
+from .types import BlocksCacheKey, CacheDesc, CacheKeyByIdAndIndex, Geometry, as_integer, shown
 
 if TYPE_CHECKING:
     from .datadist import DataDist
@@ -346,7 +347,7 @@ class CacheManager:
         """
         self._dd._check_usable()
         self._check_own(cache)
-        seconds = _seconds(timeout, 0.0)
+        seconds = seconds_of(timeout, 0.0)
         transfer: Operation[None] = Operation(loop=self._loop)
         transfer._on_cancel = transfer._finish_cancelled
         if cache._state in ("registering", "ready"):
@@ -460,7 +461,12 @@ class CacheManager:
         dd = self._dd
         try:
             pair = dd._links[src_key[0]].table[src_key].pairs[dst_cache.id]
-            if get_ident() != dd._thread_id or dst_cache._manager is not self or dst_cache._state != "ready":
+            if (
+                get_ident() != dd._thread_id
+                or not self._loop.is_running()
+                or dst_cache._manager is not self
+                or dst_cache._state != "ready"
+            ):
                 pair = None
         except (KeyError, TypeError, AttributeError, IndexError):
             pair = None
@@ -491,7 +497,12 @@ class CacheManager:
         dd = self._dd
         try:
             pair = dd._links[dst_key[0]].table[dst_key].pairs[src_cache.id]
-            if get_ident() != dd._thread_id or src_cache._manager is not self or src_cache._state != "ready":
+            if (
+                get_ident() != dd._thread_id
+                or not self._loop.is_running()
+                or src_cache._manager is not self
+                or src_cache._state != "ready"
+            ):
                 pair = None
         except (KeyError, TypeError, AttributeError, IndexError):
             pair = None
@@ -516,15 +527,9 @@ class CacheManager:
     ) -> Transfer[None]:
         if pair is None:
             entry = self._entry(key, cache)
-            if cache._state == "registering":
-                return self._start_when_ready(
-                    cache,
-                    lambda: self._start(
-                        opcode, None, key, cache, src_blocks, dst_blocks, src_layer_range, dst_layer_range,
-                        tensor_num_per_layer, timeout, notify,
-                    ),
-                )  # fmt: skip
-            pair = self._pair(entry, cache)
+            self._check_pair(entry, cache)
+            if cache._native is not None:
+                pair = self._pair(entry, cache)
         else:
             entry = pair.pin[0]
         if opcode == _core.READ:
@@ -545,6 +550,8 @@ class CacheManager:
         if src_layer_range is None and dst_layer_range is None:
             tensors = cache.geometry.num_tensors
             local_tensor = remote_tensor = 0
+            if type(tensor_num_per_layer) is not int or not 0 < tensor_num_per_layer < 2**32:
+                _check_per_layer(tensor_num_per_layer)
             if tensors != entry.geometry.num_tensors:
                 cache.geometry.require_match(entry.geometry, ("num_tensors",), peer=key[0])
         else:
@@ -562,14 +569,23 @@ class CacheManager:
                     peer=key[0],
                     hint="give layer ranges of one length",
                 )
-        seconds = self._default_seconds if timeout is DEFAULT_TIMEOUT else _seconds(timeout, 0.0)
+        seconds = self._default_seconds if timeout is DEFAULT_TIMEOUT else seconds_of(timeout, 0.0)
         transfer: Transfer[None] = Transfer(loop=self._loop)
         counters = entry.link._counters
         transfer._counters = counters
         transfer._pull = opcode == _core.READ
         transfer._peer = key[0]
         if notify is not None:
-            transfer._then = self._notifier(entry, notify)
+            transfer._then = self._notifier(entry, notify, seconds)
+        if pair is None:
+            # The lists are the caller's again when this returns.
+            local_blocks, remote_blocks = _core.checked_blocks(
+                opcode, local_blocks, remote_blocks, _native_geometry(cache), _native_geometry(entry)
+            )
+            counters.started += 1
+            request = (opcode, local_blocks, remote_blocks, local_tensor, remote_tensor, tensors)
+            self._start_when_ready(transfer, entry, cache, seconds, request)
+            return transfer
         counters.started += 1
         try:
             pair.submit(transfer, opcode, local_blocks, remote_blocks, local_tensor, remote_tensor, tensors, seconds)
@@ -616,8 +632,8 @@ class CacheManager:
             )
         return entry
 
-    def _pair(self, entry: RemoteEntry, cache: Cache) -> _core.Pair:
-        """Compare the geometries once and keep the result for the next transfers."""
+    def _check_pair(self, entry: RemoteEntry, cache: Cache) -> None:
+        """Compare the geometries."""
         if entry.native is None:
             raise (
                 entry.error
@@ -625,59 +641,108 @@ class CacheManager:
                 else CacheNotFound(f"cache {entry.cache_id} was closed by its owner", peer=entry.link.cluster_id)
             )
         cache.geometry.require_match(entry.geometry, ("dtype", "block_shape"), peer=entry.link.cluster_id)
+
+    def _pair(self, entry: RemoteEntry, cache: Cache) -> _core.Pair:
+        """Keep what was compared for the next transfers."""
         assert cache._native is not None
+        assert entry.native is not None
         # The pins: a transfer that holds the pair holds the tensors of its own side.
         pair = _core.Pair(cache._native, entry.native, (entry, cache))
         entry.pairs[cache.id] = pair
         return pair
 
-    def _start_when_ready(self, cache: Cache, start: Callable[[], Transfer[None]]) -> Transfer[None]:
-        transfer: Operation[None] = Operation(loop=self._loop)
-        transfer._on_cancel = transfer._finish_cancelled
+    def _start_when_ready(
+        self,
+        transfer: Transfer[None],
+        entry: RemoteEntry,
+        cache: Cache,
+        seconds: float,
+        request: tuple[int, Blocks, Blocks, int, int, int],
+    ) -> None:
+        """Start a transfer, checked already, once its cache is registered. Its deadline runs meanwhile."""
+        runtime = self._dd._center.runtime
+        until = runtime.now() + seconds
+        transfer._on_cancel = lambda: transfer._told(asyncio.CancelledError())
+        timer = None
+        if seconds:
+            late = TransferTimeout(
+                f"cache {cache.id} was not registered within the {seconds:g} s of the transfer",
+                peer=entry.link.cluster_id,
+                bytes_done=0,
+            )
+            timer = runtime.call_later(seconds, transfer._told, late)
+        transfer._bytes_done = 0
 
         def begin(registered: asyncio.Future[None]) -> None:
+            if timer is not None:
+                timer.cancel()
             if transfer.done():
                 return
+            transfer._on_cancel = None
             error = registered.exception()
             if error is None:
+                left = max(until - runtime.now(), 1e-6) if seconds else 0.0
                 try:
-                    transfer._follow(start())
+                    self._check_pair(entry, cache)
+                    pair = entry.pairs.get(cache.id) or self._pair(entry, cache)
+                    pair.submit(transfer, *request, left)
                     return
                 except DataDistError as why:
                     error = why
-            transfer._fail(error)
+            transfer._told(error)
 
         cache._registered.add_done_callback(begin)
-        return transfer
 
-    def _notifier(self, entry: RemoteEntry, payload: bytes) -> Callable[[Transfer[Any]], None]:
-        """Return what ends a transfer after its notification was handed over."""
+    def _notifier(self, entry: RemoteEntry, payload: bytes, seconds: float) -> Callable[[Transfer[Any]], None]:
+        """Return what ends a transfer after its notification was handed over, within its deadline."""
         if not isinstance(payload, (bytes, bytearray, memoryview)):
             raise ArgumentTypeError(f"notify must be bytes, got {type(payload).__name__}")
         payload = bytes(payload)
-        limit = self._dd._config.notify_max_bytes
-        if len(payload) > limit:
+        here, there = self._dd._config.notify_max_bytes, entry.link.notify_max_bytes
+        if len(payload) > min(here, there):
             raise ArgumentError(
-                f"notify has {len(payload)} bytes, more than {limit}",
+                f"notify has {len(payload)} bytes, more than "
+                + (f"{here}" if here <= there else f"the {there} that the peer accepts"),
                 hint="send a reference, or raise notify_max_bytes",
             )
+        runtime = self._dd._center.runtime
+        until = runtime.now() + seconds
 
         def then(transfer: Transfer[Any]) -> None:
             told = entry.link.post_notification(payload)
+            if told.done():
+                transfer._told(told.exception())
+                return
+            # No deadline of the engine's is left; few transfers ever wait for a credit.
             transfer._on_cancel = told.cancel
 
+            def late() -> None:
+                transfer._told(
+                    TransferTimeout(
+                        f"the peer has not read its notifications for the {seconds:g} s of the transfer",
+                        peer=entry.link.cluster_id,
+                        hint="read DataDist.notifications there, or raise notify_credits",
+                        bytes_done=transfer.progress.bytes_done,
+                        bytes_total=transfer.progress.bytes_total,
+                    )
+                )
+                told.cancel()
+
+            timer = runtime.call_later(max(0.0, until - runtime.now()), late) if seconds else None
+
             def end(done: asyncio.Future[None]) -> None:
-                error = None if done.cancelled() else done.exception()
-                if done.cancelled():
-                    transfer._finish_cancelled()
-                elif error is not None:
-                    transfer._fail(error)
-                else:
-                    transfer._finish(None)
+                if timer is not None:
+                    timer.cancel()
+                transfer._told(asyncio.CancelledError() if done.cancelled() else done.exception())
 
             told.add_done_callback(end)
 
         return then
+
+
+def _native_geometry(cache: Cache | RemoteEntry) -> tuple[int, int, int, int]:
+    g = cache.geometry
+    return g.num_tensors, g.num_blocks, g.block_bytes, g.stride
 
 
 def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:
@@ -690,38 +755,45 @@ def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:
         future.exception()  # whoever waits still gets it; nobody has to
 
 
-def _seconds(timeout: float | None, none: float) -> float:
+def seconds_of(timeout: float | None, none: float) -> float:
     """Check a timeout in seconds; `none` stands for None."""
     if timeout is None:
         return none
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float, np.floating, np.integer)):
         raise ArgumentTypeError(f"timeout must be seconds or None, got {timeout!r:.80}")
-    seconds = float(timeout)
-    if not 0.0 < seconds <= 1e9:
+    if not 0.0 < timeout <= 1e9:  # compared as it is: a huge int does not fit a float
+        number = shown(timeout) if isinstance(timeout, int) else timeout
         raise ArgumentError(
-            f"timeout={timeout} is not a positive number of seconds up to 1e9", hint="None means no deadline"
+            f"timeout={number} is not a positive number of seconds up to 1e9", hint="None means no deadline"
         )
-    return seconds
+    return float(timeout)
+
+
+def _check_per_layer(per_layer: int) -> int:
+    return as_integer(per_layer, "tensor_num_per_layer", low=1, high=2**32 - 1)
 
 
 def _tensor_range(layers: range | None, per_layer: int, geometry: Geometry, side: str) -> tuple[int, int]:
     """Return the first tensor and the number of tensors of a layer range."""
-    count = as_integer(per_layer, "tensor_num_per_layer", low=1, high=2**32 - 1)
+    count = _check_per_layer(per_layer)
     if layers is None:
         return 0, geometry.num_tensors
     if not isinstance(layers, range):
         raise ArgumentTypeError(f"a layer range must be a range, got {type(layers).__name__}")
+    said = f"range({shown(layers.start)}, {shown(layers.stop)}, {shown(layers.step)})"
     if layers.step != 1 or layers.start < 0:
-        raise ArgumentError(f"{layers} must start at 0 or above and have step 1", hint="give range(start, stop)")
+        raise ArgumentError(f"{said} must start at 0 or above and have step 1", hint="give range(start, stop)")
     if geometry.num_tensors % count:
         raise ArgumentError(
             f"the {side} cache has {geometry.num_tensors} tensors, not a multiple of tensor_num_per_layer={count}",
             hint="give the number of tensors that make a layer",
         )
+    if layers.start >= layers.stop:
+        return 0, 0
     in_all = geometry.num_tensors // count
-    if layers.stop > in_all and len(layers) > 0:
-        raise ArgumentError(f"{layers} exceeds the {in_all} layers of the {side} cache")
-    return (layers.start * count, len(layers) * count) if len(layers) else (0, 0)
+    if layers.stop > in_all:
+        raise ArgumentError(f"{said} exceeds the {in_all} layers of the {side} cache")
+    return layers.start * count, (layers.stop - layers.start) * count
 
 
 def _check_mapped(views: list[BufferView], *, writable: bool) -> bool:

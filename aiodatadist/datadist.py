@@ -8,7 +8,7 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from ._loop import Runtime
-from .cache import DEFAULT_TIMEOUT, CacheManager, Timeout
+from .cache import DEFAULT_TIMEOUT, CacheManager, Timeout, seconds_of
 from .config import Config
 from .control.center import Center, State
 from .errors import (
@@ -371,14 +371,7 @@ class DataDist:
     def _seconds(self, timeout: Timeout) -> float | None:
         if timeout is DEFAULT_TIMEOUT:
             return self._config.link_timeout
-        if timeout is None:
-            return None
-        if isinstance(timeout, bool) or not hasattr(timeout, "__float__"):
-            raise ArgumentTypeError(f"timeout must be seconds or None, got {timeout!r:.80}")
-        seconds = float(timeout)
-        if not 0 < seconds <= 1e9:
-            raise ArgumentError(f"timeout={timeout} is outside 0..1e9 seconds", hint="None means no deadline")
-        return seconds
+        return seconds_of(timeout, 0.0) or None
 
     # What happens. ------------------------------------------------------------------------------------------
 

@@ -161,12 +161,26 @@ class Transfer(asyncio.Future[T]):
             self._count(error, nbytes)
             self.set_exception(error)
             return
-        self._count(None, nbytes)
         then = getattr(self, "_then", None)
         if then is not None:
             then(self)
+            return
+        self._count(None, nbytes)
+        self.set_result(None)  # type: ignore[arg-type]  # native transfers are Transfer[None]
+
+    def _told(self, error: BaseException | None) -> None:
+        """End the future: the bytes have landed, and the notification was handed over unless `error` says why not."""
+        if self.done():
+            return
+        if self.cancelling():
+            error = asyncio.CancelledError()
+        self._count(error, self._bytes_done)
+        if isinstance(error, asyncio.CancelledError):
+            super().cancel(getattr(self, "_cancel_message", None))
+        elif error is not None:
+            self.set_exception(error)
         else:
-            self.set_result(None)  # type: ignore[arg-type]  # native transfers are Transfer[None]
+            self.set_result(None)  # type: ignore[arg-type]
 
     def _count(self, error: BaseException | None, nbytes: int) -> None:
         counters = getattr(self, "_counters", None)

@@ -96,9 +96,14 @@ def as_integer(value: SupportsIndex, name: str, *, low: int = 0, high: int = U64
         ) from None
     if not low <= number <= high:
         raise ArgumentError(
-            f"{name}={number} is outside {low}..{high}", hint="give a value inside that range"
+            f"{name}={shown(number)} is outside {low}..{high}", hint="give a value inside that range"
         )
     return number
+
+
+def shown(number: int) -> str:
+    """Return an integer for a message: one of thousands of digits is described, as Python refuses to print it."""
+    return str(number) if number.bit_length() <= 4096 else f"an integer of {number.bit_length()} bits"
 
 
 # Dtypes. ----------------------------------------------------------------------------------------------------
