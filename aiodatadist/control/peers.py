@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from .. import _core
+from .._loop import close_all
 from ..errors import DataDistError, NativeStatus, PeerLostError, Status, error_from_native
+from ..observe import get_logger
 from ..types import TransferEnded
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from .table import ImportKeys
 
 __all__ = ["NativePeer", "NativePeers"]
+
+_log = get_logger()
 
 _GONE: Final = frozenset({NativeStatus.PEER_LOST, NativeStatus.CLOSED})
 _READ: Final = 1  # adt_opcode_t
@@ -56,7 +60,7 @@ class NativePeer:
         self._pings: dict[int, asyncio.Future[bool]] = {}
         self._fences: dict[int, asyncio.Future[int]] = {}
         self._quiet_waiters: list[asyncio.Future[None]] = []
-        # The loop receives the answers of short tcp requests itself: a hop to another thread costs more than their bytes.
+        # The loop receives the answers of short tcp requests itself: a hop to another thread costs more than they do.
         self._short = runtime.watch(fd, self._on_short) if (fd := native.loop_fd()) >= 0 else None
 
     def import_cache(self, cache_id: int, geometry: tuple[int, int, int, int], keys: ImportKeys) -> _core.RemoteCache:
@@ -216,6 +220,24 @@ class NativePeers:
         peer = NativePeer(self._runtime, native, session.peer.cluster_id, on_lost)
         self._peers[peer.id] = peer
         return peer
+
+    @staticmethod
+    def decline(node: _core.Node, session: Session) -> None:
+        """Let the peer's engine know that a link it may have begun will not come to be.
+
+        The listening side's engine is up before the connecting side's. A peer that shares memory is quiet when it
+        says so or is gone, so one that gives up in between must not fall silent.
+        """
+        if session.engine is None:
+            return
+        engine_fd, data_fds = session.take_connections()
+        close_all(data_fds)
+        try:
+            native = node.connect(engine_fd, [], pid=0, pidfd=-1, process_vm=False, transports=[])
+        except DataDistError as why:
+            _log.debug("no goodbye to a peer", cluster_id=session.peer.cluster_id, error=str(why))
+        else:
+            native.disconnect(NativeStatus.CLOSED)
 
     def on_event(
         self, kind: int, peer_id: int, token: int, status: int, cache_id: int, nbytes: int, opcode: int
