@@ -34,6 +34,7 @@ from .errors import (
     RegistrationError,
     TransferTimeout,
 )
+from .observe import PendingOperation
 from .transfer import Operation, Transfer
 from .types import BlocksCacheKey, CacheDesc, CacheKeyByIdAndIndex, Geometry, as_integer, shown
 
@@ -137,6 +138,7 @@ class CacheManager:
         self._caches: dict[int, Cache] = {}
         self._keys: dict[int, Cache] = {}
         self._ids = itertools.count(1)
+        self._waiting: dict[Transfer[Any], tuple[str, float]] = {}
         self._default_seconds = dd._config.transfer_timeout or 0.0
 
     @property
@@ -672,8 +674,10 @@ class CacheManager:
             )
             timer = runtime.call_later(seconds, transfer._told, late)
         transfer._bytes_done = 0
+        self._note_waiting(transfer, "waiting for the registration of its cache")
 
         def begin(registered: asyncio.Future[None]) -> None:
+            self._waiting.pop(transfer, None)
             if timer is not None:
                 timer.cancel()
             if transfer.done():
@@ -692,6 +696,27 @@ class CacheManager:
             transfer._told(error)
 
         cache._registered.add_done_callback(begin)
+
+    def _note_waiting(self, transfer: Transfer[Any], what: str) -> None:
+        """Remember a transfer that waits for something else than its bytes, for `DataDist.dump`."""
+        self._waiting[transfer] = (what, self._dd._center.runtime.now())
+
+    def _rows(self) -> list[PendingOperation]:
+        """Return the rows of `DataDist.dump` for transfers that the engine does not have, yet or any more."""
+        now = self._dd._center.runtime.now()
+        return [
+            PendingOperation(
+                id=getattr(transfer, "_op", 0),
+                kind="pull" if transfer._pull else "push",
+                peer=transfer._peer,
+                age=now - since,
+                state=what,
+                bytes_done=transfer.progress.bytes_done,
+                bytes_total=transfer.progress.bytes_total,
+            )
+            for transfer, (what, since) in self._waiting.items()
+            if not transfer.done()
+        ]
 
     def _notifier(self, entry: RemoteEntry, payload: bytes, seconds: float) -> Callable[[Transfer[Any]], None]:
         """Return what ends a transfer after its notification was handed over, within its deadline."""
@@ -713,6 +738,7 @@ class CacheManager:
             if told.done():
                 transfer._told(told.exception())
                 return
+            self._note_waiting(transfer, "waiting for the peer to read its notifications")
             # No deadline of the engine's is left; few transfers ever wait for a credit.
             transfer._on_cancel = told.cancel
 
@@ -731,6 +757,7 @@ class CacheManager:
             timer = runtime.call_later(max(0.0, until - runtime.now()), late) if seconds else None
 
             def end(done: asyncio.Future[None]) -> None:
+                self._waiting.pop(transfer, None)
                 if timer is not None:
                     timer.cancel()
                 transfer._told(asyncio.CancelledError() if done.cancelled() else done.exception())

@@ -425,7 +425,7 @@ class DataDist:
     def dump(self) -> list[PendingOperation]:
         """Return the operations that have not ended: age, peer, state and bytes of each, a line in ``str()``."""
         self._check_usable()
-        return self._center.rows()
+        return self._center.rows() + self.cache_manager._rows()
 
 
 def _check_info(info: ClusterInfo) -> None:
