@@ -78,7 +78,10 @@ class Cache:
         What peers may do: read and write, read, or nothing.
     tensors : tuple
         The tensors as registered; for an allocated cache numpy arrays over library memory. dtypes that numpy lacks
-        (bfloat16, float8) show as unsigned integers of the same size. Kept alive until the cache is quiet.
+        (bfloat16, float8) show as unsigned integers of the same size. Kept alive, and then emptied, when the
+        unregistering has ended.
+    read_only : bool
+        The memory cannot be written, so nothing can be pulled into it.
     """
 
     def __init__(
@@ -118,6 +121,8 @@ class Cache:
     async def ready(self) -> None:
         """Wait until the transports know the memory; from then on peers see the cache.
 
+        Transfers on the cache wait for this by themselves. Cancelling the wait changes nothing else.
+
         Raises
         ------
         RegistrationError
@@ -129,7 +134,12 @@ class Cache:
 
 
 class CacheManager:
-    """Registers caches and moves blocks. Belongs to the loop and the thread of its DataDist (`dd.cache_manager`)."""
+    """Registers caches and moves blocks: `DataDist.cache_manager`.
+
+    Belongs to the loop and the thread of its DataDist: every method raises `WrongLoopError` elsewhere, `ClosedError`
+    when the DataDist is closed and `ForkedError` in a forked child. All are plain functions that return at once; those
+    that start something return a `Transfer`.
+    """
 
     def __init__(self, dd: DataDist) -> None:
         self._dd = dd
@@ -162,13 +172,15 @@ class CacheManager:
         ----------
         x : sequence
             Tensors of one shape, dtype and stride: numpy arrays, torch CPU tensors, objects with the array interface,
-            the buffer protocol or DLPack, or raw addresses (int) with `desc`. Within a block memory is C-contiguous.
+            the buffer protocol or DLPack, or raw addresses (int) with `desc`; kinds may be mixed. Dimension 0 may have
+            gaps; within a block memory is C-contiguous. Tensors of one cache do not overlap. Nothing is copied.
         desc : CacheDesc, optional
-            Required for raw addresses; gives the dtype to arrays that carry the bits of another one (bfloat16).
+            Required for raw addresses; gives shape and dtype to flat bytes, and the dtype to integer arrays that carry
+            the bits of another one (bfloat16). Otherwise it must agree with the tensors.
         key : BlocksCacheKey, optional
             Lets peers find the cache. One cache a model id. Its cluster id must be this DataDist's.
         remote : {"rw", "r", None}
-            What peers may do. Read-only memory takes ``"r"`` or None.
+            What peers may do: read and write, read, or nothing. Read-only memory takes ``"r"`` or None.
 
         Returns
         -------
@@ -185,6 +197,10 @@ class CacheManager:
             Read-only memory with ``remote="rw"``.
         CacheExists
             The key's model id is taken.
+        RegistrationError
+            A raw address is not mapped, or not with the permissions needed.
+        TransportUnavailable
+            The memory is a device's, which no transport of this version reaches.
         """
         self._dd._check_usable()
         self._check_registration(key, remote)
@@ -216,10 +232,13 @@ class CacheManager:
         Returns
         -------
         Cache
-            With zeroed `tensors`. The memory is freed when the cache is deallocated and the last array over it is gone.
+            With zeroed, page-aligned `tensors`. The memory is freed when the cache is deallocated and the last array
+            over it is gone.
 
         Raises
         ------
+        ArgumentError, ArgumentTypeError, CacheExists
+            As for `register_blocks_cache`.
         OutOfMemoryError
             The kernel gives no more memory or descriptors.
         """
@@ -339,8 +358,8 @@ class CacheManager:
         Returns
         -------
         Transfer
-            Cancelling the wait does not undo the unregistering, which goes on; the tensors stay referenced until the
-            memory is quiet.
+            Ends well for a cache that was unregistered before. Cancelling the wait does not undo the unregistering,
+            which goes on; the tensors stay referenced until the memory is quiet.
 
         Raises (when awaited)
         ---------------------
@@ -387,7 +406,7 @@ class CacheManager:
     def deallocate_cache(self, cache: Cache, *, timeout: float | None = None) -> Transfer[None]:
         """Take back a cache of `allocate_blocks_cache`; its memory goes with the last array over it.
 
-        As `unregister_cache`, and only for allocated caches.
+        As `unregister_cache`, and an ArgumentError for caches that were registered.
         """
         self._check_own(cache)
         if cache._region is None:
@@ -444,16 +463,20 @@ class CacheManager:
             Layers to copy, step 1: tensors ``start * tensor_num_per_layer`` to ``stop * tensor_num_per_layer``.
             Omitted: all tensors of that side. Both sides must name the same number of tensors.
         tensor_num_per_layer : int
+            Tensors that make a layer, next to each other in the cache: 2 for K and V.
         timeout : float or None, optional
             Seconds until the transfer is ended; omitted: `Config.transfer_timeout`, None: no deadline.
         notify : bytes, optional
-            Delivered to the peer's `DataDist.notifications` after the data has landed.
+            Delivered to the peer's `DataDist.notifications` after the data has landed; at most
+            `Config.notify_max_bytes` of either side. The transfer is done when it was sent, which may have to wait
+            until the peer has read earlier ones. A transfer that fails sends none.
 
         Returns
         -------
         Transfer
             Started. Small ones over shm may be done already. The library owns the destination blocks until it is done,
-            whatever the outcome; cancelling drains first. Their content is undefined unless it ended well.
+            whatever the outcome; cancelling drains first. Their content is undefined unless it ended well. What it may
+            raise when awaited is listed at `Transfer`.
 
         Raises
         ------
@@ -492,9 +515,26 @@ class CacheManager:
     ) -> Transfer[None]:
         """Copy blocks of a cache of this DataDist into a peer's cache.
 
-        As `pull_blocks` with the sides exchanged. The transfer is done when the bytes are visible in the peer's memory;
-        the peer must have registered its cache with ``remote="rw"``. If it ends other than well, the peer's blocks are
-        undefined too, and its `DataDist.fence` tells when they are quiet.
+        Parameters
+        ----------
+        dst_key : BlocksCacheKey or CacheKeyByIdAndIndex
+            Names the peer and its cache, which it registered with ``remote="rw"``.
+        src_cache : Cache
+            Of this DataDist; may be read-only.
+        src_blocks, dst_blocks, src_layer_range, dst_layer_range, tensor_num_per_layer, timeout, notify
+            As for `pull_blocks`. The notification arrives after the data is visible at the peer.
+
+        Returns
+        -------
+        Transfer
+            Done when the bytes are visible in the peer's memory. Do not change the source blocks until then. If it ends
+            other than well, the content of the peer's blocks is undefined; the peer's `DataDist.fence` tells when they
+            are quiet there.
+
+        Raises
+        ------
+        BlockIndexError, CacheMismatch, CacheNotFound, CacheAccessError, NotLinkedError, ArgumentError, ClosedError
+            What is wrong with the call; nothing has started.
         """
         dd = self._dd
         try:

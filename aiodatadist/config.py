@@ -62,9 +62,11 @@ class Config:
     ----------
     transports : tuple of str
         Transports that links may use, best first. A link takes the first that works with its peer;
-        ``link.path`` says which, and why not the others.
+        ``link.path`` says which, and why not the others. This version has ``"shm"`` and ``"tcp"``; the other
+        known names count as not usable.
     cluster_key : bytes, optional
-        A secret of 16 to 1024 bytes that both ends of every link must prove. Never shown by ``repr()``.
+        A secret of 16 to 1024 bytes that both ends of every link are to prove. Never shown by ``repr()``. Not
+        there yet: a DataDist refuses a Config that has one.
     transfer_timeout : float or None
         Deadline of a transfer that names none. None waits for ever.
     link_timeout : float or None

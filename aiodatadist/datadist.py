@@ -40,7 +40,7 @@ class DataDist:
     """One node: it links peers, and its caches move to and from theirs.
 
     Belongs to the event loop and the thread in which it was opened; several may live in one loop. Use it as
-    ``async with DataDist(...) as dd:``, or `open` and `aclose` it.
+    ``async with DataDist(...) as dd:``, or `open` and `aclose` it. Making one starts nothing and needs no loop.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class DataDist:
     ArgumentError, ArgumentTypeError
         An argument cannot be used.
     ConfigError
-        The config asks for what this version cannot do.
+        The config asks for what this version cannot do: a cluster key.
 
     Notes
     -----
@@ -128,7 +128,7 @@ class DataDist:
     # Life. --------------------------------------------------------------------------------------------------
 
     async def open(self) -> Self:
-        """Start: engine, links, and listening if asked for.
+        """Start: engine, links, and listening if asked for. Undone if it fails or is cancelled.
 
         Returns
         -------
@@ -160,6 +160,9 @@ class DataDist:
 
     async def aclose(self, timeout: float | None = None) -> None:
         """Close in good order: no new work, running transfers end, peers are told, memory becomes quiet.
+
+        Transfers of this DataDist run to their end; those that peers run on its memory end with an error there. Then
+        the tensors of all caches are the caller's again.
 
         Parameters
         ----------
@@ -308,7 +311,7 @@ class DataDist:
         return self._center.links.link(info, self._seconds(timeout))
 
     def unlink(self, info: ClusterInfo, *, timeout: Timeout = DEFAULT_TIMEOUT, force: bool = False) -> Transfer[None]:
-        """End the link to a peer, on both sides. Transfers on it end with an error.
+        """End the link to a peer, on both sides. Transfers on it end with a ClosedError or PeerLostError.
 
         Parameters
         ----------
@@ -317,7 +320,7 @@ class DataDist:
         timeout : float or None, optional
             Seconds; omitted: ``Config.link_timeout``, None: no deadline.
         force : bool
-            Do not wait for the peer.
+            Do not wait for the peer. It may touch local memory a moment longer: see `fence`.
 
         Returns
         -------
@@ -345,12 +348,14 @@ class DataDist:
         Parameters
         ----------
         cluster_id : int
+            The peer.
         timeout : float or None, optional
             Seconds; omitted: ``Config.link_timeout``, None: no deadline.
 
         Returns
         -------
         Transfer
+            Operations that the peer starts later are not waited for. Cancelling ends the wait, and nothing else.
             For a peer whose link is gone it ends when what is left of that link is quiet.
 
         Raises
@@ -387,8 +392,9 @@ class DataDist:
     def notifications(self) -> NotificationStream:
         """Return what peers send with ``notify=``, as an asynchronous iterator of `Notification`.
 
-        There is one inbox: readers compete, and each notification goes to one of them. None is dropped; peers
-        wait instead when ``Config.notify_credits`` of theirs are unread.
+        There is one inbox: readers compete, and each notification goes to one of them. None is dropped, also not
+        by cancelling a reader; peers wait instead when ``Config.notify_credits`` of theirs are unread. The iterator
+        ends when the DataDist is closed and all is read.
         """
         self._check_usable()
         from .control.events import NotificationStream

@@ -7,7 +7,7 @@
     │   ├── ArgumentError           a bad value                                  (also ValueError)
     │   ├── ArgumentTypeError       a value of a wrong type                      (also TypeError)
     │   ├── ConfigError             a bad Config field or environment variable   (also ValueError)
-    │   ├── ClosedError             the object is closed, or was never opened
+    │   ├── ClosedError             the object is closed, or was never opened; also ends what ran meanwhile
     │   ├── BusyError               the object cannot do that at present
     │   ├── WrongLoopError          called outside the event loop it belongs to
     │   └── ForkedError             called in a forked child, where it is inert
@@ -24,7 +24,7 @@
     │   └── PartialTransferError    some bytes landed, the rest failed
     ├── CacheError                  a cache, its keys or its blocks
     │   ├── CacheNotFound           no such cache or key, here or at the peer
-    │   ├── CacheExists             the key or the memory is taken already
+    │   ├── CacheExists             the key is taken already
     │   ├── CacheMismatch           local and remote side differ in one field
     │   ├── CacheAccessError        the cache does not permit that access
     │   └── BlockIndexError         duplicate, out of range, or lists of different length  (also ValueError)
@@ -246,7 +246,11 @@ class ConfigError(UsageError, ValueError):
 
 
 class ClosedError(UsageError):
-    """The DataDist, link, cache or transfer is closed or was never opened."""
+    """The DataDist, link or cache is closed or was never opened.
+
+    Raised at the call, and also by the await of a transfer whose link or DataDist was closed in good order
+    while it ran.
+    """
 
     default_status = Status.ENGINE_FINALIZED
 
@@ -289,7 +293,7 @@ class LinkRefusedError(LinkError):
 
 
 class LinkTimeout(LinkError, TimeoutError):
-    """`link` or `unlink` missed its deadline."""
+    """`link`, `unlink` or `fence` missed its deadline."""
 
     default_status = Status.TIMEOUT
 
@@ -375,7 +379,7 @@ class CacheNotFound(CacheError):
 
 
 class CacheExists(CacheError):
-    """The key is bound to another cache already, or the cache is registered already."""
+    """The key is bound to another cache already."""
 
 
 class CacheMismatch(CacheError):

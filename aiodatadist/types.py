@@ -410,7 +410,7 @@ class BlocksCacheKey(_BlocksCacheKeyFields):
     Parameters
     ----------
     cluster_id : int
-        The owner of the cache, 0 to 2**64 - 1. Registering ignores it.
+        The owner of the cache, 0 to 2**64 - 1. Registering takes only the DataDist's own.
     model_id : int
         0 to 2**64 - 1.
 
@@ -506,7 +506,8 @@ class CacheKey(_CacheKeyFields):
 
     Notes
     -----
-    Registering takes keys without any id as placeholders that skip a batch slot. Pulling wants exactly one.
+    No call of this version takes such a key: they belong to contiguous caches, which are planned. There,
+    registering takes keys without any id as placeholders that skip a batch slot, and pulling wants exactly one.
     """
 
     __slots__ = ()
