@@ -13,6 +13,9 @@ The schedule is a curriculum. What makes the model useful for checking a KV cach
 arises within some 150 steps on short lists of random words that are told twice, where every byte of the
 repetition asks for it; on texts whose words can mostly be guessed it takes far longer. Short texts then teach
 where to copy from, and long ones stretch the distance.
+
+The weights in the package come from a shorter run, stopped after the third phase and resumed with a fresh optimizer for
+110 and 120 steps of the last two (rate falling from 0.8 of its peak to zero); a full run of this script does better.
 """
 
 from __future__ import annotations
@@ -63,10 +66,10 @@ class Phase:
 
 PHASES = (
     Phase(steps=180, rows=24, length=112, lists=24, longest=60),
-    Phase(steps=150, rows=16, length=200, lists=8, longest=120),
-    Phase(steps=250, rows=12, length=256, lists=5, longest=160),
-    Phase(steps=250, rows=7, length=512, lists=2, longest=320),
-    Phase(steps=250, rows=4, length=1024, lists=1, longest=640),
+    Phase(steps=150, rows=16, length=200, lists=8, longest=130),
+    Phase(steps=400, rows=12, length=256, lists=4, longest=170),
+    Phase(steps=350, rows=8, length=448, lists=2, longest=300),
+    Phase(steps=350, rows=5, length=1024, lists=1, longest=620),
 )
 
 
@@ -147,7 +150,7 @@ def draw_batch(rng: random.Random, phase: Phase) -> tuple[torch.Tensor, torch.Te
     weights = np.zeros((phase.rows, phase.length + 1), dtype=np.float32)
     for row in range(phase.rows):
         if row < phase.lists:
-            story = draw_list(rng, rng.randint(10, phase.longest * 3 // 4))
+            story = draw_list(rng, rng.randint(10, min(120, phase.longest * 3 // 4)))
         else:
             story = prompts.draw_prompt(rng, rng.randint(prompts.MIN_LENGTH, phase.longest))
         telling = tokenizer.encode(story.text)
@@ -220,7 +223,7 @@ def compare(path: Path, seed: int) -> None:
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(stored[name].astype(np.float32)))
     rng = random.Random(seed)
-    right = letters = 0
+    found = wanted = 0
     for length in (200, 300, 400, 500):
         story = prompts.draw_prompt(rng, length)
         tokens = tokenizer.encode(story.text)
@@ -229,12 +232,12 @@ def compare(path: Path, seed: int) -> None:
         with torch.no_grad():
             expected = model(torch.tensor([tokens]))[0, -1].numpy()
         written = tokenizer.decode(numpy_model.generate_greedy(tokens, kv, table, 256))
-        wanted = story.continuation[: len(written)]
-        right += sum(a == b for a, b in zip(written, wanted, strict=False))
-        letters += len(wanted)
+        words = story.continuation[: len(written)].split()
+        wanted += len(words)
+        found += sum(word in written for word in words)
         print(f"\n{story.text}|{written}")
         print(f"largest difference of a logit to torch: {np.abs(logits - expected).max():.2e}")
-    print(f"\n{right / letters:.1%} of the bytes are those of a perfect reader")
+    print(f"\n{found / wanted:.1%} of the words that a perfect reader writes are there")
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Prompts from a seeded grammar: the same kind of text that the shipped weights were trained on.
 
-A text lists people, each with a trade, a thing and a place, between sentences that say nothing of use. It
+A text numbers people, each with a trade, a thing and a place, between sentences that say nothing of use. It
 ends with a cue, after which the people are listed again in order, without those sentences. The names are made
 of random syllables, so the model cannot know them: it has to fetch each one, and each trade, thing and place,
 from the KV cache of the prompt. A block that is lost, swapped or damaged therefore shows up in the
@@ -41,7 +41,7 @@ _PLACES: Final = (
     "chest", "oven", "shelf", "harbour", "forest", "stairs", "gate", "chapel", "hill",
 )  # fmt: skip
 _OPENINGS: Final = ("The book of {town}.", "A list from {town}.", "Who lives in {town}?", "Read in {town}:")
-_ENTRY: Final = " {name} {trade}, {colour} {thing}, {place}."
+_ENTRY: Final = " {number}: {name} {trade}, {colour} {thing}, {place}."
 _FILLER_SUBJECTS: Final = (
     "Rain", "The wind", "A dog", "The river", "An owl", "A cart", "The moon", "Some snow", "A cloud",
 )  # fmt: skip
@@ -131,6 +131,7 @@ def draw_prompt(seed: int | random.Random, length: int = 400) -> Prompt:
             # Within a text a name is one person's and, until the colours run out, a colour one thing's.
             name = _word(rng, 2)
             entry = _ENTRY.format(
+                number=len(entries) + 1,
                 name=name,
                 trade=rng.choice(_TRADES),
                 colour=colours[len(entries) % len(colours)],
