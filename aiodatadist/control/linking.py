@@ -403,6 +403,7 @@ class LinkManager:
                 return self._link_self(slot)
             link = self._make_link(slot, session)
         except BaseException:
+            self.peers.decline(self.node, session)
             session.close()
             raise
         attempt.linking = link
@@ -569,15 +570,18 @@ class LinkManager:
             return self._operations.done(None)
         if force:
             if link is not None:
-                link._end(error, LinkState.CLOSED)
+                link._unlink_now()
             return self._operations.done(None)
+
+        # Those of a link that somebody makes meanwhile are not waited for.
+        peers = self.peers.of(cluster_id)
 
         async def leave(running: Running) -> None:
             if link is not None:
                 running.state = lambda: link._stage
                 await link._unlink()
             running.state = lambda: "waiting until the peer can no longer touch local memory"
-            for peer in self.peers.of(cluster_id):
+            for peer in peers:
                 await peer.wait_quiet()
 
         return self._operations.start("unlink", cluster_id, timeout, leave)

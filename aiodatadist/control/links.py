@@ -274,14 +274,23 @@ class Link:
         """
         if self.error is None:
             try:
-                if not self._unlinking:
-                    self._unlinking = True
-                    self._change(LinkState.CLOSED)
-                    self._channel.send(wire.Unlink(reason=reason[:1000]))
+                self._say_unlink(reason)
                 await self._until_over()
             finally:
                 self._end(self._unlinked(), LinkState.CLOSED)
         await self._native.wait_quiet()
+
+    def _unlink_now(self) -> None:
+        """Tell the peer, as far as that goes without waiting, and end the link here."""
+        if self.error is None:
+            self._say_unlink("")
+            self._end(self._unlinked(), LinkState.CLOSED)
+
+    def _say_unlink(self, reason: str) -> None:
+        if not self._unlinking:
+            self._unlinking = True
+            self._change(LinkState.CLOSED)
+            self._channel.send(wire.Unlink(reason=reason[:1000]))
 
     def _unlinked(self) -> LinkError:
         return LinkError("the link was unlinked", peer=self.cluster_id, hint="link it again")
