@@ -19,6 +19,7 @@ except ModuleNotFoundError as why:
 
 from .cache import DEFAULT_TIMEOUT, Cache, CacheManager
 from .config import Config
+from .control.events import EventsLagged
 from .control.links import Link
 from .datadist import DataDist
 from .errors import (
@@ -102,6 +103,7 @@ __all__ = [
     "ConfigError",
     "DataDist",
     "DataDistError",
+    "EventsLagged",
     "ForkedError",
     "Geometry",
     "HandshakeError",

@@ -384,7 +384,8 @@ class DataDist:
         """Return the events from now on, as an asynchronous iterator.
 
         Every reader gets all of them: `LinkStateChanged`, `CacheAnnounced`, `CacheGone`, `TransferEnded`, and
-        `EventsLagged` where it was too slow. The iterator ends when the DataDist is closed.
+        `EventsLagged` where it was too slow. The iterator ends when the DataDist is closed. Dropping it ends the
+        subscription; cancelling a reader loses no event.
         """
         self._check_usable()
         return self._center.events.stream()

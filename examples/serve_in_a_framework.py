@@ -162,7 +162,7 @@ class Decode:
             return web.json_response({"text": self.decode(blocks)})
         except (adt.TransferTimeout, adt.LinkTimeout) as why:
             raise web.HTTPGatewayTimeout(text=str(why)) from why
-        except (adt.LinkError, adt.TransferError, adt.CacheNotFound, ClientError) as why:
+        except (adt.LinkError, adt.TransferError, adt.CacheNotFound, adt.ClosedError, ClientError) as why:
             raise web.HTTPServiceUnavailable(text=str(why)) from why
         finally:
             # Here also when the client hung up and aiohttp cancelled the handler: the pull was cancelled with it,

@@ -102,7 +102,8 @@ def compiled(block: Block) -> CodeType:
     """Compile so that ``await`` works at top level and tracebacks name the line of the document."""
     padded = "\n" * (block.line - 1) + block.text
     flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-    return compile(padded, str(ROOT / block.document), "exec", flags, dont_inherit=True)
+    code: CodeType = compile(padded, str(ROOT / block.document), "exec", flags, dont_inherit=True)
+    return code
 
 
 class Session:
@@ -256,7 +257,6 @@ def test_pull_blocks(transports: str) -> None:
 
 
 def test_serve_in_a_framework() -> None:
-    pytest.importorskip("aiohttp")
     said = run([sys.executable, "examples/serve_in_a_framework.py", "--check"], ROOT)
     assert "WRONG" not in said
     for what in ("20 requests", "is a 504", "cancelled with its request", "next request is answered", "is a 503"):
@@ -325,13 +325,15 @@ def test_a_missing_docstring_is_found() -> None:
 
 def signatures() -> Iterator[tuple[str, Any]]:
     """All public functions and methods of the classes that users call."""
-    for cls in (adt.DataDist, adt.CacheManager, adt.Cache, adt.Config, adt.Transfer):
+    called: list[type] = [adt.DataDist, adt.CacheManager, adt.Cache, adt.Config, adt.Transfer]
+    for cls in called:
         yield cls.__name__, cls
         for name, value in vars(cls).items():
             value = getattr(value, "__func__", value)
             if isinstance(value, FunctionType) and not name.startswith("_"):
                 yield f"{cls.__name__}.{name}", value
-    for cls in (adt.CacheDesc, adt.ClusterInfo, adt.BlocksCacheKey, adt.CacheKeyByIdAndIndex, adt.Geometry):
+    values: list[type] = [adt.CacheDesc, adt.ClusterInfo, adt.BlocksCacheKey, adt.CacheKeyByIdAndIndex, adt.Geometry]
+    for cls in values:
         yield cls.__name__, cls
 
 
