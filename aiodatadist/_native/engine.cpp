@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cerrno>
+#include <chrono>
 #include <system_error>
 #include <utility>
 
@@ -46,6 +47,7 @@ namespace {
 
 // What the loop's own thread may receive where a transport offers it: a hop to another thread costs more than the bytes.
 constexpr uint64_t kShortBytes = 64 * 1024;
+constexpr std::chrono::milliseconds kLastGoodbyes{200};
 constexpr size_t kSpare = 64;  // batches kept for the next transfer
 
 struct Shared {
@@ -182,19 +184,31 @@ std::shared_ptr<Engine> Engine::acquire(const Options &options) {
 }
 
 void Engine::release(std::shared_ptr<Engine> &engine) {
-    std::shared_ptr<Engine> last;
     Shared &s = shared();
+    std::shared_ptr<Engine> last;
     {
         const std::lock_guard<std::mutex> lock(s.mu);
         engine.reset();
         if (--s.users > 0) return;
-        {
-            const std::lock_guard<std::mutex> state(s.engine->mu_);
-            // A stopped same-host peer may still wake and write: someone must listen for its goodbye or its exit.
-            if (!s.engine->peers_.empty()) return;
-        }
-        last.swap(s.engine);
+        last = s.engine;
     }
+    const auto open = [&last] {
+        return std::any_of(last->peers_.begin(), last->peers_.end(),
+                           [](const auto &entry) { return entry.second->state != Peer::State::quiet; });
+    };
+    {
+        // Links that are quiet here linger until the peer's goodbye is read, which is a matter of a round trip.
+        std::unique_lock<std::mutex> state(last->mu_);
+        last->quiet_cv_.wait_for(state, kLastGoodbyes, [&] { return last->peers_.empty() || open(); });
+    }
+    const std::lock_guard<std::mutex> lock(s.mu);
+    if (s.users > 0 || s.engine != last) return;
+    {
+        const std::lock_guard<std::mutex> state(last->mu_);
+        // A stopped same-host peer may still wake and write: someone must listen for its goodbye or its exit.
+        if (open()) return;
+    }
+    s.engine.reset();  // `last` ends it, after the lock
 }
 
 void Engine::step(uint64_t advance_ns) {

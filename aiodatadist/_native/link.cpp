@@ -406,6 +406,7 @@ void Engine::settle_peer(Section &s, Peer &peer) {
     if (found == peers_.end()) return;
     s.defer([keep = found->second] {});
     peers_.erase(found);
+    quiet_cv_.notify_all();
 }
 
 void Engine::close_wire(Peer &peer) {
