@@ -184,12 +184,23 @@ adt_status_t Engine::import_cache(const std::shared_ptr<Peer> &peer, uint64_t ca
         error = "impossible geometry";
         return ADT_ERR_GEOMETRY;
     }
+    const auto refused = [&] {
+        if (peer->state != Peer::State::active) return ADT_ERR_PEER_LOST;
+        return peer->closed_caches.count(cache_id) != 0 ? ADT_ERR_NOT_FOUND : ADT_OK;
+    };
+    adt_status_t status = ADT_OK;
+    {
+        // Asked first: after the end of a link or of the cache a transport would name some other reason.
+        const std::lock_guard<std::mutex> lock(mu_);
+        status = refused();
+    }
+    if (status != ADT_OK) return status;
     auto cache = std::make_shared<RemoteCache>();
     cache->id = cache_id;
     cache->geometry = geometry;
     cache->transport = transport;
     cache->peer = peer;
-    adt_status_t status = ADT_ERR_UNSUPPORTED;
+    status = ADT_ERR_UNSUPPORTED;
     error = "not agreed for this link";
     with_endpoint(
         peer, transport, [&](const adt_transport_ops_t *ops, adt_transport_h handle, adt_endpoint_h endpoint) {
@@ -199,11 +210,7 @@ adt_status_t Engine::import_cache(const std::shared_ptr<Peer> &peer, uint64_t ca
     if (status != ADT_OK) return status;
     Section s(*this);
     cache->released = true;  // until it is handed out, so that both refusals below give the key back
-    if (peer->state != Peer::State::active) {
-        status = ADT_ERR_PEER_LOST;
-    } else if (peer->closed_caches.count(cache_id) != 0) {
-        status = ADT_ERR_NOT_FOUND;
-    }
+    status = refused();
     if (status != ADT_OK) {
         release_remote(s, *cache);
         return status;
