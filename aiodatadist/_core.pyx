@@ -24,6 +24,7 @@ cimport cython
 from cython.operator cimport dereference as deref
 from libcpp.utility cimport move
 
+import os
 import weakref
 
 from .errors import (
@@ -374,14 +375,24 @@ cdef class Node:
         cdef shared_ptr[CPeer] peer
         cdef string error
         request.wire = engine_fd
-        for fd in data_fds:
-            request.data.push_back(fd)
         request.pidfd = pidfd
         request.pid = pid if "shm" in transports else 0
         request.process_vm = process_vm
         request.dialed = dialed
-        for name in transports:
-            request.use[transport_index(name)] = True
+        try:
+            for fd in data_fds:
+                request.data.push_back(fd)
+            for name in transports:
+                request.use[transport_index(name)] = True
+            self.engine.get()
+        except BaseException:
+            taken = [engine_fd, pidfd]
+            for i in range(request.data.size()):
+                taken.append(request.data[i])
+            for fd in taken:
+                if fd >= 0:
+                    os.close(fd)
+            raise
         cdef adt_status_t status = self.engine.get().connect(self.node, request, peer, error)
         if status != ADT_OK:
             raise error_from_native(status, detail=error.decode())
