@@ -604,10 +604,12 @@ void Engine::poll_transport(unsigned index) {
     constexpr size_t kBatch = 32;
     adt_completion_t done[kBatch];
     for (;;) {
+        std::unique_lock<std::mutex> in_order(transport.poll_mu);
         const size_t n = transport.ops->poll(transport.handle, done, kBatch);
         if (n == 0) return;
         Section s(*this);
         for (size_t i = 0; i < n; ++i) complete_batch(s, done[i]);
+        in_order.unlock();  // before what was deferred, which takes locks that come first
     }
 }
 

@@ -392,6 +392,8 @@ class Engine : Counted<Live::engine> {
         const adt_transport_ops_t *ops = nullptr;
         adt_transport_h handle = nullptr;
         Lane lane;  // ADT_TRANSPORT_SHARED_QUEUE
+        // Held from a poll until its completions are taken in: two of one batch may come, and their order counts.
+        std::mutex poll_mu;
     };
 
     // engine.cpp: operations

@@ -201,7 +201,7 @@ class Tcp {
   private:
     // What happened while a connection's lock was held and is told when it is not.
     struct News {
-        std::vector<adt_completion_t> done;
+        bool done = false;  // completions wait
         bool lost = false;
         adt_status_t status = ADT_OK;
         std::string reason;
@@ -290,13 +290,7 @@ void Tcp::arm(Connection &c) {
 }
 
 void Tcp::tell(Connection &c, const News &news) {
-    if (!news.done.empty()) {
-        {
-            const std::lock_guard<std::mutex> lock(mu_);
-            done_.insert(done_.end(), news.done.begin(), news.done.end());
-        }
-        if (!stepped_) host_.notify(host_.ctx, reinterpret_cast<adt_transport_h>(this));
-    }
+    if (news.done && !stepped_) host_.notify(host_.ctx, reinterpret_cast<adt_transport_h>(this));
     if (news.lost) host_.endpoint_lost(host_.ctx, c.link, news.status, news.reason.c_str());
 }
 
@@ -619,7 +613,11 @@ bool Tcp::deliver(Connection &c, News &news) {
 
 void Tcp::complete(Connection &c, adt_batch_t *batch, adt_status_t status, bool detached, News &news) {
     if (!detached) c.outstanding.fetch_sub(batch->bytes, std::memory_order_relaxed);
-    news.done.push_back({batch, status, detached ? 1u : 0u});
+    news.done = true;
+    // Under the connection's lock: a batch's last completion, after which it is another operation's, must not overtake
+    // the one that says it is detached.
+    const std::lock_guard<std::mutex> lock(mu_);
+    done_.push_back({batch, status, detached ? 1u : 0u});
 }
 
 // --------------------------------------------------------------------------------------------- ending, by any cause
