@@ -54,11 +54,15 @@ class Transfer(asyncio.Future[T]):
     TransferTimeout
         The deadline passed.
     PeerLostError
-        The peer died, fell silent or closed the link.
+        The peer died, fell silent or cut the connection.
+    ClosedError
+        The link was ended in good order by either side, or this DataDist was closed.
     TransferAborted
-        The owner of the remote memory fenced off or unregistered it.
-    CacheError
-        The owner refused the request.
+        The owner of the remote memory fenced it off.
+    CacheNotFound, CacheAccessError
+        The owner refused the request: it was unregistering the cache.
+    RegistrationError
+        The local cache could not be registered.
     """
 
     # Set when the transfer is pending; a transfer that is done at once never has them, which keeps it cheap.
@@ -114,14 +118,14 @@ class Transfer(asyncio.Future[T]):
 
     @property
     def progress(self) -> Progress:
-        """Bytes that have landed and bytes in all, also after the end."""
+        """Bytes that have landed and bytes in all, also after the end. Exact once the transfer is done."""
         total = getattr(self, "_bytes_total", 0)
         done = getattr(self, "_bytes_done", 0)
         native = getattr(self, "_native", None)
         if native is not None and self._op:
             running = native.progress(self._op)
             if running is not None:
-                done = running
+                self._bytes_done = done = running  # remembered until the end is told
         return Progress(done, total)
 
     async def wait(self) -> T:
