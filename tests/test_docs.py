@@ -39,7 +39,7 @@ import aiodatadist as adt
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("README.md", "docs/guide.md")
 PROSE = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-SECONDS = 60.0
+SECONDS = 100.0
 
 
 # Blocks. ------------------------------------------------------------------------------------------------------
