@@ -9,8 +9,10 @@ when they return the blocks are free for reuse.
 from __future__ import annotations
 
 import asyncio
+import inspect
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from .errors import error_from_native
@@ -128,9 +130,15 @@ class Transfer(asyncio.Future[T]):
                 self._bytes_done = done = running  # remembered until the end is told
         return Progress(done, total)
 
-    async def wait(self) -> T:
-        """Wait for the end: the coroutine for ``TaskGroup.create_task`` and anyio's ``start_soon``."""
-        return await self
+    def wait(self) -> Coroutine[Any, Any, T]:
+        """Wait for the end: the coroutine for ``TaskGroup.create_task`` and anyio's ``start_soon``.
+
+        A task of it that is cancelled before its first step ends when the transfer has, as any other.
+        """
+        return _Wait(self)
+
+    if sys.version_info >= (3, 12):
+        inspect.markcoroutinefunction(wait)
 
     # Driven by the engine (called from _core). ---------------------------------------------------------------
 
@@ -218,6 +226,47 @@ class Transfer(asyncio.Future[T]):
         """End the future cancelled."""
         if not self.done():
             super().cancel(getattr(self, "_cancel_message", None))
+
+
+class _Wait(Coroutine[Any, Any, T]):
+    """What `Transfer.wait` returns.
+
+    A task that is cancelled before its first step throws into a coroutine that has not begun. An ordinary one would end
+    there, and a task group with a failing sibling return while the transfer runs on; this one passes the cancel on and
+    waits.
+    """
+
+    __slots__ = ("_inner", "_transfer")
+
+    def __init__(self, transfer: Transfer[T]) -> None:
+        async def wait() -> T:
+            return await transfer
+
+        self._transfer = transfer
+        self._inner = wait()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)  # cr_frame and the like, for those who look at tasks
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._inner.__await__()
+
+    def send(self, value: Any) -> Any:
+        """Go on; see `Coroutine`."""
+        return self._inner.send(value)
+
+    def throw(self, kind: Any, value: Any = None, traceback: Any = None) -> Any:
+        """Raise inside; see `Coroutine`."""
+        error = value if isinstance(value, BaseException) else kind
+        begun = inspect.getcoroutinestate(self._inner) != inspect.CORO_CREATED
+        if begun or not isinstance(error, asyncio.CancelledError) or self._transfer.done():
+            return self._inner.throw(error)
+        self._transfer.cancel(*error.args[:1])
+        return self._inner.send(None)
+
+    def close(self) -> None:
+        """Give the wait up; see `Coroutine`."""
+        self._inner.close()
 
 
 class Operation(Transfer[T]):
