@@ -495,6 +495,20 @@ def test_deadline_by_the_clock() -> None:
         assert call.status == TIMEOUT
 
 
+@pytest.mark.parametrize("path", ["shm-mapped", "shm-process_vm"])
+def test_nothing_is_posted_after_the_deadline(path: str) -> None:
+    """Also when completions keep the engine from its timers: each makes room for a batch of the late operation."""
+    with rig(path, "step") as r:
+        here, there = r.tensors(LARGE, owner=False), r.tensors(LARGE, seed=1)
+        pair = r.pair(here, there)
+        blocks = list(range(1024))
+        call = r.start(pair, READ, blocks, blocks, timeout=2.0)
+        r.turn(advance_ns=2 * SECOND)
+        r.run(lambda: call.ended)
+        assert call.status == TIMEOUT
+        assert call.done < len(blocks) * LARGE[0] * LARGE[2]
+
+
 @pytest.mark.parametrize("mode", MODES)
 @both_ways
 def test_a_cancel_that_does_not_drain_is_forced(mode: str, opcode: int) -> None:

@@ -554,6 +554,11 @@ void Engine::pump(Section &s, Lane &lane) {
     if (std::exchange(lane.pumping, true)) return;
     while (lane.inflight < lane.depth && !lane.ready.empty()) {
         Op &op = *lane.ready.front();
+        // Its timer may come late: completions are handled before timers, and the thread has to get a processor.
+        if (op.has_deadline && op.deadline->first <= clock_.now_ns()) {
+            stop_op(s, op, ADT_ERR_TIMEOUT);
+            continue;
+        }
         const Transport &transport = transports_[op.remote->transport];
         Batch *batch = take_batch();
         const bool more = cut(op, *batch);
