@@ -55,6 +55,11 @@ cdef enum:
     EVENTS_A_CALL = 256
 
 
+# Node id -> cache id -> what keeps the cache's memory alive. Not in the objects: users drop those when they like, and a
+# peer may touch the memory for longer.
+cdef dict pinned = {}
+
+
 def live_objects():
     """Count the native objects that exist, by kind. All zero in a release build, which does not count."""
     return {kLiveNames[i].decode(): live_count(i) for i in range(kLiveCount)}
@@ -290,6 +295,8 @@ cdef class Ring:
                 if event.kind == CEventKind.transfer_done:
                     self.complete(event)
                 else:
+                    if event.kind == CEventKind.cache_quiet:
+                        pinned.get(event.node, {}).pop(event.cache, None)
                     node = self.nodes.get(event.node)
                     handler = node() if node is not None else None
                     if handler is not None:
@@ -402,8 +409,8 @@ cdef class Node:
         return result
 
     def register_cache(self, uint64_t cache_id, addresses, uint64_t num_blocks, uint64_t block_bytes,
-                       uint64_t block_stride, bint readable, bint writable, Region region=None):
-        """Make a cache known natively; the caller keeps its memory alive until EVENT_CACHE_QUIET."""
+                       uint64_t block_stride, bint readable, bint writable, Region region=None, pin=None):
+        """Make a cache known natively; `pin` is kept alive until nothing can touch its memory any more."""
         cdef vector[void *] tensors
         cdef adt_memory_t memory
         cdef shared_ptr[CLocalCache] cache
@@ -431,6 +438,7 @@ cdef class Node:
         result.node = self
         result.region = region
         result.cache = move(cache)
+        pinned.setdefault(self.node.get().id, {})[cache_id] = pin
         return result
 
     def abort(self):
@@ -454,6 +462,9 @@ cdef class Node:
         """Forget the node: its events are dropped from now on."""
         self.engine.get().close_node(self.node)
         self.ring.nodes.pop(self.node.get().id, None)
+        # Where a stopped peer may still wake and write, what it may write to stays for as long as the process.
+        if self.quiet():
+            pinned.pop(self.node.get().id, None)
 
     def pending(self):
         """Every unfinished operation: (id, peer id, cache id, opcode, stop status, age s, bytes done, total, path)."""

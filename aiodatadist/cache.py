@@ -312,6 +312,7 @@ class CacheManager:
             cache.remote is not None,
             cache.remote == "rw",
             cache._region,
+            (cache.tensors, cache._views),
         )
 
     def _registered(self, cache: Cache, done: asyncio.Future[_core.LocalCache]) -> None:
