@@ -16,7 +16,7 @@ from ..observe import PendingOperation, get_logger
 from ..transfer import Operation, Transfer
 
 if TYPE_CHECKING:
-    from .._loop import Runtime, Tasks
+    from .._loop import Runtime, Tasks, Timer
 
 __all__ = ["Operations", "Running"]
 
@@ -44,6 +44,7 @@ class Running:
         self._since = runtime.now()
         self._limit: Deadline | None = None
         self._cancelled = False
+        self._late: LinkTimeout | None = None
         self.transfer: Operation[Any] = Operation(loop=runtime.loop, on_cancel=self._cancel)
 
     def _cancel(self) -> None:
@@ -51,39 +52,41 @@ class Running:
         if self._limit is not None:
             self._limit.cancel()
 
+    def _expire(self) -> None:
+        # The words are taken now: once the work has been told to stop, it waits for something else.
+        self._late = LinkTimeout(
+            f"{self.kind} missed its deadline of {self._timeout:g} s while {self.state()}",
+            peer=self.peer,
+            hint="raise timeout= if the peer is only slow",
+        )
+        if self._limit is not None:
+            self._limit.cancel()
+
     async def run(self, work: Callable[[Running], Awaitable[Any]]) -> None:
         """Do the work and end the future."""
-        where = "starting"
+        timer: Timer | None = None
+        if self._timeout is not None:
+            left = self._since + self._timeout - self._runtime.now()
+            timer = self._runtime.call_later(max(0.0, left), self._expire)
         try:
-            left = None
-            if self._timeout is not None:
-                left = max(0.0, self._since + self._timeout - self._runtime.now())
-            with Deadline(left) as self._limit:
+            with Deadline(None) as self._limit:
                 if self._cancelled:
                     self._limit.cancel()
-                try:
-                    self.transfer._finish(await work(self))
-                finally:
-                    where = self.state()
-            if self._limit.expired and not self._cancelled:
-                self.transfer._fail(self._late(where))
+                self.transfer._finish(await work(self))
+            if self._late is not None:
+                self.transfer._fail(self._late)
         except DataDistError as why:
-            self.transfer._fail(why)
+            self.transfer._fail(self._late or why)
         except Exception as why:
             _log.exception("an operation failed", kind=self.kind, cluster_id=self.peer)
             fault = InternalError(f"{self.kind} failed: {why!r}", peer=self.peer)
             fault.__cause__ = why
             self.transfer._fail(fault)
         finally:
+            if timer is not None:
+                timer.cancel()
             if self._cancelled and not self._runtime.closed:
                 self.transfer._finish_cancelled()
-
-    def _late(self, where: str) -> LinkTimeout:
-        return LinkTimeout(
-            f"{self.kind} missed its deadline of {self._timeout:g} s while {where}",
-            peer=self.peer,
-            hint="raise timeout= if the peer is only slow",
-        )
 
     def row(self) -> PendingOperation:
         """Return the row of `dump()`."""
