@@ -784,6 +784,16 @@ class RingWatch:
             for listener in tuple(self._listeners):
                 listener()
 
+    def drain_all(self) -> None:
+        """Hand over everything that waits, now. Failures of handlers go to the log."""
+        while True:
+            try:
+                if not self.ring.drain():
+                    break
+            except Exception:
+                _log.exception("a completion could not be handed over")
+        self.ring.new_turn()
+
     def add_listener(self, listener: Callable[[], None]) -> None:
         """Call `listener` after each batch of completions."""
         self._listeners[listener] = None
@@ -801,6 +811,8 @@ class RingWatch:
             _rings.pop(self._loop, None)
         if not self._loop.is_closed():
             self._loop.remove_reader(self._fd)
+        # Whatever is left has no loop to hear of it, and would hold its caches for ever.
+        self.ring.close()
 
 
 # The runtime. -----------------------------------------------------------------------------------------------

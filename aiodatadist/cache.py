@@ -11,6 +11,7 @@ import enum
 import itertools
 import math
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, Literal, SupportsIndex, TypeAlias
@@ -101,7 +102,8 @@ class Cache:
         self.remote = remote
         self.tensors = tensors
         self.read_only = any(view.readonly for view in views)
-        self._manager = manager
+        # Weak: transfers hold caches, and must not keep a DataDist from being dropped.
+        self._manager = manager._weak
         self._views = views
         self._region = region
         self._native: _core.LocalCache | None = None
@@ -143,6 +145,7 @@ class CacheManager:
 
     def __init__(self, dd: DataDist) -> None:
         self._dd = dd
+        self._weak = weakref.ref(self)
         self._runtime = dd._runtime
         self._loop = dd._runtime.loop  # for the futures of the hot path
         self._caches: dict[int, Cache] = {}
@@ -417,7 +420,7 @@ class CacheManager:
     def _check_own(self, cache: Cache) -> None:
         if not isinstance(cache, Cache):
             raise ArgumentTypeError(f"expected a Cache, got {type(cache).__name__}")
-        if cache._manager is not self:
+        if cache._manager is not self._weak:
             raise ArgumentError(f"cache {cache.id} belongs to another DataDist", hint="use its own cache_manager")
 
     def _on_cache_quiet(self, cache_id: int) -> None:
@@ -490,7 +493,7 @@ class CacheManager:
             if (
                 get_ident() != dd._thread_id
                 or not self._loop.is_running()
-                or dst_cache._manager is not self
+                or dst_cache._manager is not self._weak
                 or dst_cache._state != "ready"
             ):
                 pair = None
@@ -543,7 +546,7 @@ class CacheManager:
             if (
                 get_ident() != dd._thread_id
                 or not self._loop.is_running()
-                or src_cache._manager is not self
+                or src_cache._manager is not self._weak
                 or src_cache._state != "ready"
             ):
                 pair = None
@@ -715,10 +718,11 @@ class CacheManager:
             )
             timer = runtime.call_later(seconds, transfer._told, late)
         transfer._bytes_done = 0
-        self._note_waiting(transfer, "waiting for the registration of its cache")
+        waiting = self._waiting
+        waiting[transfer] = ("waiting for the registration of its cache", runtime.now())
 
         def begin(registered: asyncio.Future[None]) -> None:
-            self._waiting.pop(transfer, None)
+            waiting.pop(transfer, None)
             if timer is not None:
                 timer.cancel()
             if transfer.done():
@@ -737,10 +741,6 @@ class CacheManager:
             transfer._told(error)
 
         cache._registered.add_done_callback(begin)
-
-    def _note_waiting(self, transfer: Transfer[Any], what: str) -> None:
-        """Remember a transfer that waits for something else than its bytes, for `DataDist.dump`."""
-        self._waiting[transfer] = (what, self._dd._center.runtime.now())
 
     def _rows(self) -> list[PendingOperation]:
         """Return the rows of `DataDist.dump` for transfers that the engine does not have, yet or any more."""
@@ -771,7 +771,8 @@ class CacheManager:
                 + (f"{here}" if here <= there else f"the {there} that the peer accepts"),
                 hint="send a reference, or raise notify_max_bytes",
             )
-        runtime = self._dd._center.runtime
+        # Not the manager itself: a transfer must not keep its DataDist from being dropped.
+        runtime, waiting = self._dd._center.runtime, self._waiting
         until = runtime.now() + seconds
 
         def then(transfer: Transfer[Any]) -> None:
@@ -779,7 +780,7 @@ class CacheManager:
             if told.done():
                 transfer._told(told.exception())
                 return
-            self._note_waiting(transfer, "waiting for the peer to read its notifications")
+            waiting[transfer] = ("waiting for the peer to read its notifications", runtime.now())
             # No deadline of the engine's is left; few transfers ever wait for a credit.
             transfer._on_cancel = told.cancel
 
@@ -798,7 +799,7 @@ class CacheManager:
             timer = runtime.call_later(max(0.0, until - runtime.now()), late) if seconds else None
 
             def end(done: asyncio.Future[None]) -> None:
-                self._waiting.pop(transfer, None)
+                waiting.pop(transfer, None)
                 if timer is not None:
                     timer.cancel()
                 transfer._told(asyncio.CancelledError() if done.cancelled() else done.exception())

@@ -357,6 +357,7 @@ class Center:
         if self._recheck is not None:
             self._recheck.cancel()
         self.operations.fail_all(lambda: ClosedError("the DataDist was closed"))
+        self._watch.drain_all()  # the last completions may still lie there
         self._release()
         self.events.close()
         self.inbox.close()
@@ -387,6 +388,9 @@ class Center:
             return
         self._begin_closing()
         self.state = State.CLOSED
+        if self.runtime.closed:
+            # The tasks of a closed loop may live on, and must not keep the caller's tensors.
+            self.links.end_all()
         self.node.abort()
         if not self.node.wait_quiet(self.config.drain_timeout + _GRACE_SECONDS):
             _log.warning("peers may still touch memory", cluster_id=self.cluster_id, caches=list(self._exposed()))
@@ -450,8 +454,12 @@ def _warn_unclosed(cluster_id: int) -> None:
 
 
 def _stop_at_exit() -> None:
+    # All are stopped before any warning, which may be an error.
+    unclosed = [center for center in tuple(_centers) if center.state is State.OPEN]
     for center in tuple(_centers):
         center.stop_native()
+    for center in unclosed:
+        _warn_unclosed(center.cluster_id)
 
 
 atexit.register(_stop_at_exit)
