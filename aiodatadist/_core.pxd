@@ -139,6 +139,7 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
         int pidfd
         cbool process_vm
         cbool dialed
+        uint64_t peer_limit_ns
         cbool *use
 
     cdef cppclass CClock "adt::Clock":

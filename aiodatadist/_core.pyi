@@ -98,6 +98,7 @@ class Node:
         process_vm: bool,
         transports: Sequence[str],
         dialed: bool = False,
+        peer_limit: float = 0.0,
     ) -> Peer: ...
     def register_cache(
         self,

@@ -373,10 +373,12 @@ cdef class Node:
     def __dealloc__(self):
         let_go_node(self.node)
 
-    def connect(self, int engine_fd, data_fds, *, int pid, int pidfd, bint process_vm, transports, bint dialed=False):
+    def connect(self, int engine_fd, data_fds, *, int pid, int pidfd, bint process_vm, transports, bint dialed=False,
+                double peer_limit=0.0):
         """Start the native side of a link. Takes over every descriptor, whatever comes of it.
 
         Of three or more data connections the last two are for short requests: the dialing side's, then the other's.
+        `peer_limit` is the silence in seconds that the peer bears; 0: as long as this side.
         """
         cdef CConnectRequest request
         cdef shared_ptr[CPeer] peer
@@ -386,6 +388,7 @@ cdef class Node:
         request.pid = pid if "shm" in transports else 0
         request.process_vm = process_vm
         request.dialed = dialed
+        request.peer_limit_ns = <uint64_t>(peer_limit * 1e9)
         try:
             for fd in data_fds:
                 request.data.push_back(fd)

@@ -544,6 +544,19 @@ async def test_a_silent_peer_is_lost_at_the_limit(transport: str) -> None:
         assert link.epoch == 2
 
 
+@TRANSPORTS
+@pytest.mark.parametrize("limits", [(0.4, 30.0), (30.0, 0.4)])
+async def test_the_more_impatient_side_sets_the_pace_of_heartbeats(transport: str, limits: tuple[float, float]) -> None:
+    async with (
+        spawn(1, transports=config(transport).transports, heartbeat_limit=limits[0]) as peer,
+        DataDist(2, config=config(transport, heartbeat_limit=limits[1])) as dd,
+    ):
+        link = await dd.link(peer.info)
+        await asyncio.sleep(1.5)
+        assert link.state is LinkState.READY
+        await dd.fence(1)
+
+
 async def test_closing_beside_a_stopped_process_of_this_host_names_what_it_may_touch() -> None:
     async with spawn(1) as peer:
         dd = await DataDist(2, listen=LISTEN, config=Config(drain_timeout=0.1)).open()

@@ -348,9 +348,9 @@ void Engine::fire(Section &s, const Timer &timer) {
                 end_peer(s, *peer, ADT_ERR_PEER_LOST, true);
                 return;
             }
-            if (now - peer->last_sent >= limit / 8)
+            if (now - peer->last_sent >= peer->shorter_limit_ns / 8)
                 send(s, *peer, {static_cast<uint8_t>(Say::heartbeat), 0, 0, 0, 0, 0, 0});
-            add_timer(now + limit / 4, TimerKind::heartbeat, peer->id);
+            add_timer(now + peer->shorter_limit_ns / 4, TimerKind::heartbeat, peer->id);
             return;
         }
         case TimerKind::fence:

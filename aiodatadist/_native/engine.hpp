@@ -246,6 +246,7 @@ struct Peer : Counted<Live::peer> {
     size_t in_size = 0;
     uint64_t last_heard = 0;
     uint64_t last_sent = 0;
+    uint64_t shorter_limit_ns = 0;  // the shorter of both sides' heartbeat limits
 };
 
 // Native side of one DataDist.
@@ -305,6 +306,7 @@ struct ConnectRequest {
     int pidfd = -1;
     bool process_vm = false;
     bool dialed = false;
+    uint64_t peer_limit_ns = 0;  // the silence that the peer bears; 0: as long as this side
     std::array<bool, kTransportCount> use{};
 };
 

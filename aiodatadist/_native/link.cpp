@@ -267,6 +267,8 @@ adt_status_t Engine::connect(const std::shared_ptr<Node> &node, const ConnectReq
     }
     peer->node = node;
     peer->exposed = request.pid > 0;
+    peer->shorter_limit_ns = node->heartbeat_limit_ns;
+    if (request.peer_limit_ns > 0) peer->shorter_limit_ns = std::min(peer->shorter_limit_ns, request.peer_limit_ns);
     for (unsigned i = 0; i < kTransportCount; ++i) peer->lanes[i].depth = transports_[i].ops->queue_depth;
     const int flags = fcntl(peer->wire.get(), F_GETFL);
     fcntl(peer->wire.get(), F_SETFL, flags | O_NONBLOCK);
@@ -318,7 +320,7 @@ adt_status_t Engine::connect(const std::shared_ptr<Node> &node, const ConnectReq
         end_peer(s, *peer, ADT_ERR_CLOSED, false);
         return status;
     }
-    add_timer(clock_.now_ns() + node->heartbeat_limit_ns / 4, TimerKind::heartbeat, peer->id);
+    add_timer(clock_.now_ns() + peer->shorter_limit_ns / 4, TimerKind::heartbeat, peer->id);
     out = std::move(peer);
     return ADT_OK;
 }
@@ -352,7 +354,8 @@ void Engine::end_peer(Section &s, Peer &peer, adt_status_t status, bool told) {
     for (const auto &[id, import] : peer.imports) close_remote(s, import);
     peer.imports.clear();
     const std::vector<Op *> ops(peer.ops.begin(), peer.ops.end());
-    for (Op *op : ops) stop_op(s, *op, status == ADT_ERR_CLOSED && !told ? ADT_ERR_CLOSED : ADT_ERR_PEER_LOST);
+    // ClosedError is for those who closed their own DataDist; an unlink by either side is the end of a link.
+    for (Op *op : ops) stop_op(s, *op, peer.node->closed ? ADT_ERR_CLOSED : ADT_ERR_PEER_LOST);
     const auto found = peers_.find(peer.id);
     if (found != peers_.end()) {
         s.defer([this, keep = found->second] { disconnect_endpoints(keep); });

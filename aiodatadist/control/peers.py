@@ -216,6 +216,7 @@ class NativePeers:
             process_vm=process_vm,
             transports=list(session.transports),
             dialed=session.dialed,
+            peer_limit=session.peer.heartbeat_limit,
         )
         peer = NativePeer(self._runtime, native, session.peer.cluster_id, on_lost)
         self._peers[peer.id] = peer

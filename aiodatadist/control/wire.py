@@ -181,7 +181,7 @@ class Identity(Message, frozen=True, kw_only=True):
     listen: Annotated[list[_Host], msgspec.Meta(max_length=32)]
     capabilities: _Names
     transports: _Names
-    heartbeat_limit: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+    heartbeat_limit: Annotated[float, msgspec.Meta(ge=0.1, le=1e6)]
     notify_credits: _U32
     notify_max_bytes: _U32
     max_message: Annotated[int, msgspec.Meta(ge=HANDSHAKE_MAX_BYTES, le=2**32 - 1)]
