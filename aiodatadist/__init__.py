@@ -19,7 +19,7 @@ except ModuleNotFoundError as why:
 
 from .cache import DEFAULT_TIMEOUT, Cache, CacheManager
 from .config import Config
-from .control.events import EventsLagged
+from .control.events import EventsLagged, EventStream, NotificationStream
 from .control.links import Link
 from .datadist import DataDist
 from .errors import (
@@ -57,8 +57,10 @@ from .errors import (
     UsageError,
     WrongLoopError,
 )
+from .observe import PendingOperation
 from .transfer import Progress, Transfer
 from .types import (
+    Address,
     BlocksCacheKey,
     CacheAnnounced,
     CacheDesc,
@@ -80,6 +82,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DEFAULT_TIMEOUT",
+    "Address",
     "ArgumentError",
     "ArgumentTypeError",
     "BlockIndexError",
@@ -103,6 +106,7 @@ __all__ = [
     "ConfigError",
     "DataDist",
     "DataDistError",
+    "EventStream",
     "EventsLagged",
     "ForkedError",
     "Geometry",
@@ -118,9 +122,11 @@ __all__ = [
     "MemoryStillExposed",
     "NotLinkedError",
     "Notification",
+    "NotificationStream",
     "OutOfMemoryError",
     "PartialTransferError",
     "PeerLostError",
+    "PendingOperation",
     "Placement",
     "Progress",
     "ProtocolError",

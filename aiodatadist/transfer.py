@@ -56,9 +56,9 @@ class Transfer(asyncio.Future[T]):
     TransferTimeout
         The deadline passed.
     PeerLostError
-        The peer died, fell silent or cut the connection.
+        The peer died, fell silent, cut the connection or closed, or either side unlinked.
     ClosedError
-        The link was ended in good order by either side, or this DataDist was closed.
+        This DataDist was closed.
     TransferAborted
         The owner of the remote memory fenced it off.
     CacheNotFound, CacheAccessError
