@@ -390,6 +390,8 @@ class Hand:
             sock.setblocking(False)
         self.said: list[tuple[int, int, int, int, int, int]] = []
         self._wire_bytes = b""
+        # Memory and objects that operations use: whoever starts one keeps them until its end.
+        self.kept: list[object] = []
 
     def turn(self, advance_ns: int = 1000) -> None:
         if self.stepped:
@@ -428,13 +430,15 @@ class Hand:
         self.wire.setblocking(False)
 
     def send(self, frame: bytes, connection: int = 0) -> None:
-        """Send on a data connection, letting the node work as needed."""
+        """Send on a data connection, letting the node work as needed; stops if the node ends it."""
         view = memoryview(frame)
         while view:
             try:
                 view = view[self.data[connection].send(view) :]
             except BlockingIOError:
                 self.turn()
+            except ConnectionError:
+                return
 
     def receive(self, size: int, connection: int = 0) -> bytes:
         """Take exactly so many bytes from a data connection; fewer if it ends."""
