@@ -1,0 +1,150 @@
+"""The random rounds of `test_quiet`, for as long as they are given: see `.ci/soak`.
+
+    python -m tests.soak cancel|kill --seconds N --state FILE [--seed-from N]
+
+FILE keeps the next seed and the counts, and is written after every batch, so that a run that was ended at any moment is
+taken up by the next. The first round that breaks a rule is named by its seed, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from . import quiet
+
+GOALS = {"cancel": 100_000, "kill": 1_000}
+CANCELS_A_BATCH = 1_000
+KILLS_A_BATCH = 10
+
+
+class Stop(Exception):
+    """The time is over."""
+
+
+class Soak:
+    """What one part has reached.
+
+    Attributes
+    ----------
+    seed : int
+        The next one.
+    tally : Tally
+    """
+
+    def __init__(self, part: str, state: Path, seed_from: int | None, seconds: float) -> None:
+        self.part = part
+        self.seed = 0
+        self.tally = quiet.Tally()
+        self._state = state
+        self._end = time.monotonic() + seconds
+        if seed_from is not None:
+            self.seed = seed_from
+        elif state.exists():
+            kept = json.loads(state.read_text())
+            self.seed = kept.pop("seed")
+            for name, value in kept.items():
+                setattr(self.tally, name, collections.Counter(value) if isinstance(value, dict) else value)
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def save(self, seed: int, tally: quiet.Tally) -> None:
+        """Keep what a batch has reached. Replaced in one step: the run may be ended at any moment."""
+        self.seed = seed
+        self.tally += tally
+        new = self._state.with_suffix(".new")
+        new.write_text(json.dumps({"seed": self.seed, **vars(self.tally)}))
+        os.replace(new, self._state)
+        print(f"soak {self.part}: {self}", flush=True)
+
+    def seeds(self, count: int) -> Iterator[int]:
+        """Yield the seeds of a batch; fewer if the time is over."""
+        for seed in range(self.seed, self.seed + count):
+            if self.over:
+                return
+            yield seed
+
+    def __str__(self) -> str:
+        return f"{self.tally}; next seed {self.seed}, {self.tally.rounds} of {GOALS[self.part]}"
+
+
+async def cancel(soak: Soak) -> None:
+    """A batch: cancels and deadlines on one path, then ends of whole pairs."""
+    batch = soak.seed // CANCELS_A_BATCH
+    path = quiet.PATHS[batch % len(quiet.PATHS)]
+    options = ({"drain_timeout": 1.0}, {"drain_timeout": 0.0}, {"inline_bytes": 0})[batch // len(quiet.PATHS) % 3]
+    tally = quiet.Tally()
+    async with quiet.bench(path, **options) as bench:
+        tally += await bench.rounds(soak.seeds(CANCELS_A_BATCH))
+    for seed in soak.seeds(CANCELS_A_BATCH // 50):
+        tally += await quiet.ending_round(path, seed)
+    if not tally.rounds:
+        raise Stop
+    # The end of the time may cut a batch short; its seeds are used up all the same.
+    soak.save(soak.seed + CANCELS_A_BATCH, tally)
+
+
+async def kill(soak: Soak) -> None:
+    """A batch: peers of one path die, one after the other."""
+    path = quiet.PATHS[soak.seed // KILLS_A_BATCH % len(quiet.PATHS)]
+    next_seed = soak.seed
+    async with quiet.kill_bench(path) as bench:
+        for seed in soak.seeds(KILLS_A_BATCH):
+            await bench.kill(seed)
+            next_seed = seed + 1
+        tally = bench.tally
+    if next_seed == soak.seed:
+        raise Stop
+    soak.save(next_seed, tally)
+
+
+PARTS: dict[str, Callable[[Soak], Awaitable[None]]] = {"cancel": cancel, "kill": kill}
+
+
+async def run(soak: Soak) -> None:
+    """Do batch after batch until the time is over."""
+    failures: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda loop, context: failures.append(context))
+    while not soak.over:
+        try:
+            await PARTS[soak.part](soak)
+        except Stop:
+            break
+        if failures:
+            raise quiet.Broken(f"the event loop's exception handler was called, from seed {soak.seed} on: {failures}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser.add_argument("part", choices=sorted(PARTS))
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--state", type=Path, required=True)
+    parser.add_argument("--seed-from", type=int)
+    options = parser.parse_args()
+    warnings.simplefilter("error")
+    soak = Soak(options.part, options.state, options.seed_from, options.seconds)
+    try:
+        asyncio.run(run(soak))
+    except BaseException:
+        traceback.print_exc()
+        print(f"soak {soak.part}: FAILED in the batch from seed {soak.seed} on, after {soak}", file=sys.stderr)
+        return 1
+    print(f"soak {soak.part}: reached {soak}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
