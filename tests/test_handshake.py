@@ -538,13 +538,16 @@ async def test_shm_alone_across_hosts_is_refused_with_both_lists(monkeypatch: py
     ],
 )
 async def test_a_failing_proof_is_a_reason_and_no_error(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: Any, reason: str
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, value: Any, reason: str
 ) -> None:
+    """faults.md E8: a slow path is visible, and warned about."""
     monkeypatch.setattr(name, value)
     async with DataDist(1, listen=LISTEN) as a, DataDist(2) as b:
         link = await b.link(ClusterInfo(1, a.listen_address))
         assert link.path.transport == "tcp"
         assert reason in link.path.reasons["shm"]
+        assert "a slow path to a peer" in caplog.text
+        assert reason in caplog.text
         assert a.links[2].path.transport == "tcp"
         monkeypatch.undo()
     assert len(a._center.peers) == 0

@@ -32,7 +32,7 @@ from ..errors import (
 )
 from ..types import LinkPath, Role
 from . import wire
-from .hostproof import HostDoor, HostPeer, HostRefused, allow_ptracer, prove_same_host
+from .hostproof import ELSEWHERE, HostDoor, HostPeer, HostRefused, allow_ptracer, prove_same_host
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -364,6 +364,12 @@ class Session:
                 reasons["process_vm"] = self.host.process_vm_reason
                 memory["ordinary"] = self.transports[1] if len(self.transports) > 1 else "none"
         return LinkPath(self.transports[0], memory, reasons)
+
+    def slow_path(self) -> str:
+        """Return why the link is slower than two processes of one host could expect; empty if it is not."""
+        if self.host is not None:
+            return self.host.process_vm_reason
+        return "" if ELSEWHERE in self.host_reason else self.host_reason
 
     def close(self) -> None:
         """Close whatever was not given away."""

@@ -26,9 +26,11 @@ from . import wire
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["HostDoor", "HostPeer", "HostRefused", "allow_ptracer", "prove_same_host"]
+__all__ = ["ELSEWHERE", "HostDoor", "HostPeer", "HostRefused", "allow_ptracer", "prove_same_host"]
 
 _log = get_logger()
+
+ELSEWHERE: Final = "the peer runs on another host or in another network namespace"
 
 _GREETING: Final = b"ADT1"
 _ACCEPTED: Final = b"+"
@@ -213,7 +215,7 @@ async def prove_same_host(runtime: Runtime, offer: wire.HostOffer, timeout: floa
             try:
                 channel = await runtime.connect_host(offer.name)
             except ConnectionRefusedError:
-                raise HostRefused("the peer runs on another host or in another network namespace") from None
+                raise HostRefused(ELSEWHERE) from None
             pid, pidfd = _peer_of(channel)
             nonce = secrets.token_bytes(wire.ID_SIZE)
             memfd = os.memfd_create("aiodatadist-proof", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -265,6 +265,8 @@ class LinkManager:
             if previous is not None:
                 previous._end(PeerLostError("the peer linked again", peer=link.cluster_id))
             _log.info("linked", cluster_id=link.cluster_id, epoch=link.epoch, path=str(link.path))
+            if slow := link._session.slow_path():
+                _log.warning("a slow path to a peer that may be on this host", cluster_id=link.cluster_id, reason=slow)
         elif self.ready.get(link.cluster_id) is link:
             del self.ready[link.cluster_id]
         slot.state = link.state
