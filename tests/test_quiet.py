@@ -428,13 +428,15 @@ async def test_a_fence_over_tcp_ends_a_transfer_of_a_stopped_peer_and_not_the_li
         arguments = {"kind": kind, "name": "kv", "cluster_id": dd.cluster_id}
         for seed in range(scale(10)):
             memory[:] = DATA
-            transfer = peer.post("transfer", **arguments)
-            await asyncio.sleep(random.Random(seed).uniform(0.001, 0.01))
+            # It has begun when this returns.
+            await peer.run("kept['running'] = peer._start(kind, 'kv', to, 0, None, None)", kind=kind, to=dd.cluster_id)
+            await asyncio.sleep(random.Random(seed).uniform(0.0, 0.008))
             peer.stop()
             async with asyncio.timeout(20):
                 await dd.fence(peer.cluster_id)
             memory[:] = PATTERN
             peer.resume()
+            transfer = peer.post("run", source="await kept['running']")
             await asyncio.wait((transfer,))
             end = transfer.exception()
             if isinstance(end, PeerFailure) and end.kind == "TransferAborted":
