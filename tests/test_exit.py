@@ -33,7 +33,9 @@ def new_loop():
     if LOOP == "uvloop":
         import uvloop
         return uvloop.new_event_loop()
-    return asyncio.new_event_loop()
+    loop = asyncio.new_event_loop()
+    loop.slow_callback_duration = 1000  # on a busy machine any callback is slow
+    return loop
 
 def run(coroutine):
     with asyncio.Runner(loop_factory=new_loop, debug=LOOP == "debug") as runner:

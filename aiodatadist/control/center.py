@@ -312,9 +312,9 @@ class Center:
         elif not self._finish_when_quiet:
             self._finish_when_quiet = True
             self._reception.close()
+            self.node.abort()  # before the links end, so that transfers end as closed here, not as a peer's loss
             self.links.end_all()
             self.operations.fail_all(lambda: ClosedError("the DataDist was closed"))
-            self.node.abort()
             self._watch.add_listener(self._nudge)
             self._schedule_recheck()
             self.runtime.call_soon(self._nudge)
@@ -388,10 +388,10 @@ class Center:
             return
         self._begin_closing()
         self.state = State.CLOSED
+        self.node.abort()
         if self.runtime.closed:
             # The tasks of a closed loop may live on, and must not keep the caller's tensors.
             self.links.end_all()
-        self.node.abort()
         if not self.node.wait_quiet(self.config.drain_timeout + _GRACE_SECONDS):
             _log.warning("peers may still touch memory", cluster_id=self.cluster_id, caches=list(self._exposed()))
         self._release()
