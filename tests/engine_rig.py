@@ -482,6 +482,8 @@ class Hand:
         self.ring.drain()
         self.ring.close()
         self.engine.release()
+        # pytest keeps a fixture's value beyond its end; what is native must go now.
+        self.__dict__.clear()
 
 
 @contextlib.contextmanager

@@ -432,7 +432,7 @@ def test_cancelled_at_any_moment_is_quiet(path: str, mode: str, opcode: int, sca
         def fill(call: Call) -> None:
             here.fill(0xEE)
 
-        for _ in range(scale(12, least=3)):
+        for i in range(scale(12, least=3)):
             if opcode == WRITE:
                 here.randomize(7)
             local, remote = rng.sample(range(256), 256), rng.sample(range(256), 256)
@@ -440,7 +440,7 @@ def test_cancelled_at_any_moment_is_quiet(path: str, mode: str, opcode: int, sca
             blocks = rng.sample(range(64), 30), rng.sample(range(64), 30)
             check = expect(lively, READ, *blocks, (0, 0, 3))
             beside = r.start(other, READ, *blocks)
-            for _ in range(rng.choice([0, 0, 1, 1, 2, 3])):
+            for _ in range(rng.choice([0, 0, 1, 1, 2, 3]) if i else 0):
                 r.turn(0.0)
             pair.cancel(call.op)
             pair.cancel(call.op)
@@ -455,7 +455,7 @@ def test_cancelled_at_any_moment_is_quiet(path: str, mode: str, opcode: int, sca
             if opcode == WRITE:
                 # The pattern was written after the end: none of it may have been sent.
                 assert not any(bool((raw == 0xEE).any()) for raw in there.raw)
-        assert spoiled > 0
+        assert spoiled > 0 or not r.stepped  # threads may be faster than the cancel
         r.run(lambda: len(r.owner.seen(_core.EVENT_TRANSFER_ENDED)) == spoiled)
 
 
@@ -603,13 +603,14 @@ def test_fences_wait_for_what_came_before(path: str, mode: str) -> None:
         here, there = r.tensors(LARGE, owner=False), r.tensors(LARGE)
         pair = r.pair(here, there)
         back = _pair_back(r)
-        blocks = list(range(0, 1024, 2))
+        # Disjoint, so that the thread sanitizer sees the library's races only.
+        apart = {READ: list(range(0, 1024, 4)), WRITE: list(range(1, 1024, 4))}
         for _ in range(3):
-            before = [r.start(pair, op, blocks, blocks) for op in (READ, WRITE)]
+            before = [r.start(pair, op, apart[op], apart[op]) for op in (READ, WRITE)]
             fenced = r.owner.to_peer.fence()
             twice = r.owner.to_peer.fence()
             other_way = r.user.to_peer.fence()
-            after = r.start(pair, WRITE, [1], [1])
+            after = r.start(pair, WRITE, [2], [2])
             from_owner = r.start(back, READ, [0, 1], [2, 3])
             r.run(lambda fenced=fenced: r.owner.seen(_core.EVENT_FENCED, fenced))  # type: ignore[misc]
             # The ring is shared and in order: what ended before the fence was told before it.
@@ -915,9 +916,9 @@ def test_cut_connections(mode: str, what: str) -> None:
         remote = h.side.to_peer.import_cache(9, here.geometry, [("tcp", b"", -1)])
         pair = _core.Pair(local, remote, None)
         calls = []
-        for op in (READ, WRITE, READ, WRITE):
+        for i, op in enumerate((READ, WRITE, READ, WRITE)):
             calls.append(Call())
-            pair.submit(calls[-1], op, range(64), range(64), 0, 0, 1, 0.0, False)
+            pair.submit(calls[-1], op, range(i, 64, 4), range(i, 64, 4), 0, 0, 1, 0.0, False)
         h.turn()
         closing = h.side.register(Tensors(SMALL, region=False))
         closing.close()
@@ -1072,13 +1073,17 @@ def test_a_stepped_engine_that_ends_says_goodbye() -> None:
 def test_thousands_of_operations_each_end_once(path: str, mode: str, scale: Scale) -> None:
     rng = random.Random(11)
     with rig(path, mode, inline_bytes=8192) as r:
-        both = r.tensors((2, 64, 512, 512), owner=False, seed=1), r.tensors((2, 64, 512, 512), seed=2)
-        pair = r.pair(*both)
+        # Each operation has blocks of its own until it ends: a slot of ten.
+        slots = 100
+        geometry = (2, 10 * slots, 512, 512)
+        pair = r.pair(r.tensors(geometry, owner=False, seed=1), r.tensors(geometry, seed=2))
         calls: list[Call] = []
         count = scale(3000, least=200)
         cancelled = 0
         for i in range(count):
-            blocks = rng.sample(range(64), rng.choice([0, 1, 3, 10]))
+            if i >= slots:
+                r.run(lambda earlier=calls[i - slots]: earlier.ended)  # type: ignore[misc]
+            blocks = [i % slots * 10 + k for k in rng.sample(range(10), rng.choice([0, 1, 3, 10]))]
             call = r.start(
                 pair,
                 rng.choice([READ, WRITE]),
@@ -1137,7 +1142,7 @@ def test_rings_with_many_pushers(scale: Scale) -> None:
                 calls = []
                 tokens = []
                 for r, pair in zip(peers, pairs, strict=True):
-                    calls += [r.start(pair, op, [i], [i]) for i in range(20) for op in (READ, WRITE)]
+                    calls += [r.start(pair, (READ, WRITE)[i % 2], [i], [i]) for i in range(40)]
                     tokens += [(side, side.to_peer.fence(), side.to_peer.ping()) for side in r.sides]
                 while not (
                     all(call.ended for call in calls)
