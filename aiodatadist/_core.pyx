@@ -388,7 +388,8 @@ cdef class Node:
         request.pid = pid if "shm" in transports else 0
         request.process_vm = process_vm
         request.dialed = dialed
-        request.peer_limit_ns = <uint64_t>(peer_limit * 1e9)
+        # The peer's own word: no number is above suspicion.
+        request.peer_limit_ns = <uint64_t>(peer_limit * 1e9) if 0 < peer_limit < 1e9 else 0
         try:
             for fd in data_fds:
                 request.data.push_back(fd)
@@ -780,7 +781,8 @@ cdef class Pair:
         request.local_tensor = local_tensor
         request.remote_tensor = remote_tensor
         request.num_tensors = num_tensors
-        request.timeout_ns = <uint64_t>(timeout * 1e9)
+        # What is longer than a lifetime does not fit the clock's 64 bits, and means none.
+        request.timeout_ns = <uint64_t>(timeout * 1e9) if 0 < timeout < 5e9 else 0
         request.allow_inline = allow_inline
         request.cookie = <void *>transfer
         # The operation owns a reference until its completion is drained. Taken first: it may end before submit returns.

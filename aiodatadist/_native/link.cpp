@@ -27,6 +27,7 @@ constexpr uint8_t kClosing = 1;                  // flags of Say::fence
 constexpr int kMessagesATurn = 1024;             // read of one peer before others, and other threads, get the lock
 constexpr size_t kMaxUnsent = size_t{16} << 20;  // a peer that asks and never reads must not fill our memory
 constexpr size_t kMaxFences = 65536;
+constexpr uint64_t kLeastLimit = 1'000'000;
 
 // What transports call a link: its id, since ids are never used twice and addresses are.
 void *name_of(const Peer &peer) {
@@ -46,8 +47,8 @@ std::shared_ptr<Node> Engine::open_node(uint64_t cluster_id, std::shared_ptr<Rin
     node->cluster_id = cluster_id;
     node->ring = std::move(ring);
     // Timers repeat at fractions of these: at 0 they would keep the progress thread in one endless turn.
-    node->drain_ns = std::max<uint64_t>(drain_ns, 1'000'000);
-    node->heartbeat_limit_ns = std::max<uint64_t>(heartbeat_limit_ns, 1'000'000);
+    node->drain_ns = std::max(drain_ns, kLeastLimit);
+    node->heartbeat_limit_ns = std::max(heartbeat_limit_ns, kLeastLimit);
     node->inline_bytes = inline_bytes;
     node->populate_bytes = populate_bytes;
     const std::lock_guard<std::mutex> lock(mu_);
@@ -268,7 +269,10 @@ adt_status_t Engine::connect(const std::shared_ptr<Node> &node, const ConnectReq
     peer->node = node;
     peer->exposed = request.pid > 0;
     peer->shorter_limit_ns = node->heartbeat_limit_ns;
-    if (request.peer_limit_ns > 0) peer->shorter_limit_ns = std::min(peer->shorter_limit_ns, request.peer_limit_ns);
+    // The peer names its limit, and the timer comes again after a fraction of it: at nearly 0 it would never rest.
+    if (request.peer_limit_ns > 0) {
+        peer->shorter_limit_ns = std::min(peer->shorter_limit_ns, std::max(request.peer_limit_ns, kLeastLimit));
+    }
     for (unsigned i = 0; i < kTransportCount; ++i) peer->lanes[i].depth = transports_[i].ops->queue_depth;
     const int flags = fcntl(peer->wire.get(), F_GETFL);
     fcntl(peer->wire.get(), F_SETFL, flags | O_NONBLOCK);
