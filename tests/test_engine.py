@@ -1007,6 +1007,37 @@ def test_limits_of_zero_do_not_spin(mode: str) -> None:
             r.turn(0.01)
 
 
+@pytest.mark.parametrize("limit", [1e-9, 1e-300, 1e300, float("inf"), float("nan"), -1.0])
+def test_limits_that_a_peer_names(limit: float) -> None:
+    """Heartbeats keep its pace, within reason."""
+    for mode in MODES:
+        with rig("tcp", mode) as r:
+            wire, data = socket.socketpair(), socket.socketpair()
+            peer = r.user.node.connect(
+                wire[0].detach(),
+                [data[0].detach()],
+                pid=0,
+                pidfd=-1,
+                process_vm=False,
+                transports=["tcp"],
+                peer_limit=limit,
+            )
+            for _ in range(5):
+                r.turn(0.005, advance_ns=SECOND // 1000)
+            assert peer.id
+            wire[1].close()
+            data[1].close()
+
+
+@pytest.mark.parametrize("timeout", [0.0, 1e12, 1e300, float("inf")])
+def test_deadlines_beyond_the_clock(timeout: float) -> None:
+    with rig("tcp", "step") as r:
+        pair = r.pair(r.tensors(SMALL, owner=False), r.tensors(SMALL))
+        call = r.start(pair, READ, [0], [0], timeout=timeout)
+        r.run(lambda: call.ended, advance_ns=1000 * SECOND)
+        assert call.status == OK
+
+
 def test_goodbye_of_a_same_host_peer_and_nothing_else_makes_it_quiet() -> None:
     with rig("shm-mapped", "step", engines=2, drain_timeout=1.0) as r:
         calls, _, _, _ = busy_rig(r)
