@@ -121,6 +121,7 @@ def write(h: Hand, owned: Owned, runs: list[tuple[int, int, int]], payload: byte
     h.send(request(WRITE_FRAME, owned.id, runs, payload=data))
     head = reply(h)
     assert (head.kind, head.payload) == (WRITE_DONE, 0)
+    h.side.node.pending()  # takes the engine's lock: an order of events that the thread sanitizer understands
     return head.status
 
 
