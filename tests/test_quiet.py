@@ -190,7 +190,7 @@ HEARTBEAT = 0.4
 DRAIN = 0.1
 FAST: dict[str, Any] = {"heartbeat_limit": HEARTBEAT, "drain_timeout": DRAIN}
 LONGER_THAN_ALL = 2 * HEARTBEAT + 3 * DRAIN
-DATA, PATTERN = 0x11, 0xEE
+DATA, AGAIN, PATTERN = 0x11, 0x22, 0xEE
 
 
 class Stopped:
@@ -513,6 +513,45 @@ async def test_a_cancel_that_does_not_drain_ends_by_force(kind: str, scale: Any)
             await peer.call("fill", name="kv", value=DATA)
             await dd.cache_manager.pull_blocks(key, cache, range(512), range(512))
             assert all(same_at(view, DATA) for view in rows(cache))
+
+
+@pytest.mark.parametrize("kind", ["short", "long"])
+async def test_a_push_is_not_overwritten_by_one_that_force_ended_before(kind: str, scale: Any) -> None:
+    config = quiet.config_of("tcp", drain_timeout=0.01, heartbeat_limit=60.0)
+    shape = (512, 32768)
+    # The end of the first is written last.
+    first, second = range(16), range(15 if kind == "short" else 12, 16)
+    async with (
+        spawn(next(_ids), transports=("tcp",)) as peer,
+        adt.DataDist(next(_ids), config=config) as dd,
+    ):
+        await peer.cache("kv", tensors=2, shape=shape, model_id=1, value=0)
+        cache = dd.cache_manager.register_blocks_cache([np.zeros(shape, np.uint8) for _ in range(2)])
+        await cache.ready()
+        await dd.link(peer.info)
+        key = adt.BlocksCacheKey(peer.cluster_id, model_id=1)
+        for _ in range(scale(20)):
+            for view in rows(cache):
+                view[:] = DATA
+            peer.stop()
+            with pytest.raises(adt.TransferTimeout):
+                await dd.cache_manager.push_blocks(key, cache, first, first, timeout=0.001)
+            for view in rows(cache):
+                view[:] = AGAIN
+            again = dd.cache_manager.push_blocks(key, cache, second, second, timeout=60.0)
+            await asyncio.sleep(0.005)
+            late = dd.cache_manager.push_blocks(key, cache, second, second, timeout=0.001)
+            with pytest.raises(adt.TransferTimeout):
+                await late
+            cancelled = dd.cache_manager.push_blocks(key, cache, second, second, timeout=60.0)
+            cancelled.cancel()
+            await asyncio.wait((cancelled,))
+            assert not again.done()
+            peer.resume()
+            await again
+            await asyncio.sleep(0.005)
+            arguments = {"name": "kv", "value": AGAIN, "blocks": list(second)}
+            assert await peer.call("count", **arguments) == 2 * len(second) * shape[1]
 
 
 async def test_tensors_outlive_a_datadist_that_was_dropped_while_exposed() -> None:

@@ -38,14 +38,14 @@ int adt_no_loop_fd(adt_transport_h, adt_endpoint_h) {
 adt_status_t adt_no_loop_progress(adt_transport_h, adt_endpoint_h) {
     return ADT_ERR_CLOSED;
 }
-void adt_no_take_over(adt_transport_h, adt_endpoint_h) {
-}
+void adt_no_take_over(adt_transport_h, adt_endpoint_h) {}
 }
 
 namespace adt {
 namespace {
 
-// What the loop's own thread may receive where a transport offers it: a hop to another thread costs more than the bytes.
+// What the loop's own thread may receive where a transport offers it: a hop to another thread costs more than the
+// bytes.
 constexpr uint64_t kShortBytes = 64 * 1024;
 constexpr std::chrono::milliseconds kLastGoodbyes{200};
 constexpr size_t kSpare = 64;  // batches kept for the next transfer
@@ -446,11 +446,32 @@ SubmitResult Engine::submit(const TransferRequest &request) {
         settle(s, op);
         return result;
     }
+    // A write that was ended by force still has a frame on the wire, which fills the owner's blocks to its end. One
+    // that came to the same blocks over another connection in between would be lost after it had ended well.
+    if (op.opcode == ADT_WRITE && op.peer->leftovers.count(op.remote->id) != 0) {
+        op.held = true;
+        op.peer->held.push_back(&op);
+        return result;
+    }
     Lane &lane = lane_of(op);
     op.place = lane.ready.insert(lane.ready.end(), &op);
     op.queued = true;
     pump(s, lane);
     return result;
+}
+
+// The last of a cache's writes that were ended by force has left the wire.
+void Engine::release_held(Peer &peer, uint64_t cache) {
+    const auto kept = std::stable_partition(peer.held.begin(), peer.held.end(),
+                                            [cache](const Op *op) { return op->remote->id != cache; });
+    for (auto at = kept; at != peer.held.end(); ++at) {
+        Op &op = **at;
+        Lane &lane = lane_of(op);
+        op.held = false;
+        op.place = lane.ready.insert(lane.ready.end(), &op);
+        op.queued = true;
+    }
+    peer.held.erase(kept, peer.held.end());
 }
 
 SubmitResult Engine::execute_inline(const TransferRequest &request, uint64_t bytes, const std::vector<BlockRun> &runs) {
@@ -587,13 +608,22 @@ void Engine::complete_batch(Section &s, const adt_completion_t &completion) {
     if (completion.detached != 0) {
         batch->detached = true;
         ++op.detached;
+        if (op.opcode == ADT_WRITE) ++op.peer->leftovers[op.remote->id];
         settle(s, op);
         return;
     }
     Lane &lane = lane_of(op);
     --op.inflight;
     --lane.inflight;
-    if (batch->detached) --op.detached;
+    if (batch->detached) {
+        --op.detached;
+        Peer &peer = *op.peer;
+        const uint64_t cache = op.remote->id;
+        if (op.opcode == ADT_WRITE && --peer.leftovers[cache] == 0) {
+            peer.leftovers.erase(cache);
+            release_held(peer, cache);
+        }
+    }
     if (completion.status == ADT_OK) op.bytes_done += batch->post.bytes;
     give_batch(batch);
     if (completion.status != ADT_OK && op.stop == ADT_OK) {
@@ -626,6 +656,7 @@ void Engine::stop_op(Section &s, Op &op, adt_status_t status) {
         op.queued = false;
     }
     Peer &peer = *op.peer;
+    if (std::exchange(op.held, false)) peer.held.erase(std::find(peer.held.begin(), peer.held.end(), &op));
     if (peer.state == Peer::State::active) tell_end(s, peer, Say::abort, op.id, op.remote->id, 0, status, op.opcode);
     if (op.inflight > op.detached) {
         op.drain = add_timer(clock_.now_ns() + peer.node->drain_ns, TimerKind::drain, op.id);

@@ -160,6 +160,7 @@ struct Op : Counted<Live::operation> {
     uint32_t detached = 0;  // of those, the ones whose local memory is quiet already
     bool exhausted = false;
     bool queued = false;  // stands in its lane's ready list, at `place`
+    bool held = false;    // stands in its peer's list `held` instead
     std::list<Op *>::iterator place;
     bool reported = false;  // its future was told
     adt_status_t stop = ADT_OK;
@@ -230,9 +231,11 @@ struct Peer : Counted<Live::peer> {
     bool wire_open = true;
     bool lingered = false;  // waited long enough for the goodbye of a peer that cannot touch our memory
     std::unordered_set<Op *> ops;
-    uint32_t inline_active = 0;  // small copies running in loop threads right now
-    uint32_t epoch = 0;          // the newest fence of the peer that we have seen
-    uint32_t min_epoch = 0;      // requests older than this are refused (a fence ended by force)
+    std::unordered_map<uint64_t, uint32_t> leftovers;  // the peer's caches: detached writes still on the wire
+    std::vector<Op *> held;                            // writes that wait until there is none
+    uint32_t inline_active = 0;                        // small copies running in loop threads right now
+    uint32_t epoch = 0;                                // the newest fence of the peer that we have seen
+    uint32_t min_epoch = 0;                            // requests older than this are refused (a fence ended by force)
     uint32_t fence_seq = 0;
     std::unordered_multimap<uint64_t, std::weak_ptr<RemoteCache>> imports;  // one cache may be imported repeatedly
     std::unordered_set<uint64_t> closed_caches;                             // ids never come back
@@ -407,6 +410,7 @@ class Engine : Counted<Live::engine> {
     void settle(Section &s, Op &op);
     void report(Op &op);
     void retire(Section &s, Op &op);
+    void release_held(Peer &peer, uint64_t cache);
     Batch *take_batch();
     void give_batch(Batch *batch);
     void poll_transport(unsigned index);
