@@ -128,15 +128,11 @@ class BuildExt(build_ext):
         objects_dir = f"build/objects/{sys.implementation.cache_tag}-{os.uname().machine}-{flavour.name}"
         os.makedirs(objects_dir, exist_ok=True)
         with locked(f"{objects_dir}/.lock"):
-            sources = [
-                (self.translate(ext, s, objects_dir) if s.endswith(".pyx") else s) for s in ext.sources
-            ]
+            sources = [(self.translate(ext, s, objects_dir) if s.endswith(".pyx") else s) for s in ext.sources]
             # The generated file takes longest: it goes first.
             jobs = int(self.parallel or min(os.cpu_count() or 1, 4))
             with ThreadPoolExecutor(jobs) as pool:
-                results = list(
-                    pool.map(lambda source: self.compile(ext, source, objects_dir, flavour), sources)
-                )
+                results = list(pool.map(lambda source: self.compile(ext, source, objects_dir, flavour), sources))
             self.link(ext, results, objects_dir, flavour)
 
     def translate(self, ext: Any, source: str, objects_dir: str) -> str:
@@ -213,12 +209,7 @@ class BuildExt(build_ext):
         kept = f"{objects_dir}/{os.path.basename(target)}"
         objects = [obj for obj, _ in results]
         key = hashlib.sha256(repr([objects, flavour.link_flags, ext.libraries]).encode()).hexdigest()
-        if (
-            self.force
-            or any(new for _, new in results)
-            or not os.path.exists(kept)
-            or read_text(f"{kept}.key") != key
-        ):
+        if self.force or any(new for _, new in results) or not os.path.exists(kept) or read_text(f"{kept}.key") != key:
             for path in (kept, f"{kept}.key"):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)

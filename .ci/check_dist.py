@@ -43,8 +43,7 @@ def check_sdist(checkout: Path, sdist: Path) -> list[str]:
         if path.suffix in SOURCES
     }
     wanted |= {
-        PurePosixPath(name)
-        for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md", "aiodatadist/py.typed")
+        PurePosixPath(name) for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md", "aiodatadist/py.typed")
     }
     # The checkout may have been built in, by its editable install.
     wanted -= {path for path in wanted if "build" in path.parts}

@@ -138,9 +138,7 @@ class _ArrayInterface:
 
 def _has_base(x: object, name: str) -> bool:
     """Tell whether a class of torch of that name is among an object's, without importing torch."""
-    return any(
-        base.__name__ == name and base.__module__.partition(".")[0] == "torch" for base in type(x).__mro__
-    )
+    return any(base.__name__ == name and base.__module__.partition(".")[0] == "torch" for base in type(x).__mro__)
 
 
 def _is_torch_tensor(x: object) -> bool:
@@ -212,9 +210,7 @@ def _from_dlpack(x: Any, name: str) -> _Memory:
     try:
         device = int(x.__dlpack_device__()[0])
     except Exception as why:
-        raise ArgumentTypeError(
-            f"{name} has __dlpack__ and cannot tell its device: {why}", hint=_HINT_KINDS
-        ) from why
+        raise ArgumentTypeError(f"{name} has __dlpack__ and cannot tell its device: {why}", hint=_HINT_KINDS) from why
     if device not in _DLPACK_HOST:
         where = _DLPACK_DEVICE.get(device, f"of DLPack type {device}")
         raise ArgumentError(
@@ -237,9 +233,7 @@ def _from_object(x: Any, name: str) -> _Memory:
         try:
             array = np.asarray(_ArrayInterface(interface, x))
         except Exception as why:
-            raise ArgumentError(
-                f"{name} has an array interface that cannot be read: {why}", hint=_HINT_KINDS
-            ) from why
+            raise ArgumentError(f"{name} has an array interface that cannot be read: {why}", hint=_HINT_KINDS) from why
         return _from_numpy(array, name)
     refused: Exception | None = None
     try:
@@ -251,9 +245,7 @@ def _from_object(x: Any, name: str) -> _Memory:
         return _from_numpy(_array_of_memoryview(exported, name), name)
     if hasattr(x, "__dlpack__"):
         return _from_dlpack(x, name)
-    raise ArgumentTypeError(
-        f"{name} of type {type(x).__name__} shows no memory: {refused}", hint=_HINT_KINDS
-    ) from None
+    raise ArgumentTypeError(f"{name} of type {type(x).__name__} shows no memory: {refused}", hint=_HINT_KINDS) from None
 
 
 def _array_of_memoryview(exported: memoryview, name: str) -> np.ndarray[Any, Any]:
@@ -288,9 +280,7 @@ def _named(dtype: object, name: str) -> str:
 
 
 def _zero_size(name: str, shape: tuple[int, ...] | None) -> ArgumentError:
-    return ArgumentError(
-        f"{name} of shape {shape} holds no bytes", hint="register tensors of at least one element"
-    )
+    return ArgumentError(f"{name} of shape {shape} holds no bytes", hint="register tensors of at least one element")
 
 
 # From what objects say to views. ----------------------------------------------------------------------------
@@ -333,9 +323,7 @@ def _view_of_address(x: object, name: str, desc: CacheDesc | None) -> BufferView
     )
 
 
-def _described(
-    memory: _Memory, name: str, desc: CacheDesc
-) -> tuple[tuple[int, ...], tuple[int, ...], str, int]:
+def _described(memory: _Memory, name: str, desc: CacheDesc) -> tuple[tuple[int, ...], tuple[int, ...], str, int]:
     """Reconcile memory with its description; return shape, strides, dtype and itemsize."""
     if desc.placement is not Placement.HOST:
         raise CacheMismatch(
@@ -421,9 +409,7 @@ def view_of(x: object, name: str = "tensor", *, desc: CacheDesc | None = None) -
     if desc is not None:
         shape, strides, dtype, itemsize = _described(memory, name, desc)
     elif memory.dtype is None:
-        raise ArgumentError(
-            f"{name} has elements of {memory.itemsize} bytes without a dtype", hint="give a CacheDesc"
-        )
+        raise ArgumentError(f"{name} has elements of {memory.itemsize} bytes without a dtype", hint="give a CacheDesc")
     else:
         shape, strides, dtype, itemsize = memory.shape, memory.strides, memory.dtype, memory.itemsize
     shape = as_shape(shape, f"shape of {name}")
@@ -431,8 +417,7 @@ def view_of(x: object, name: str = "tensor", *, desc: CacheDesc | None = None) -
     for i in range(1, len(shape)):
         if shape[i] > 1 and strides[i] != expected[i]:
             raise ArgumentError(
-                f"{name} of shape {shape} has strides {strides} in bytes, "
-                f"and dimension {i} needs {expected[i]}",
+                f"{name} of shape {shape} has strides {strides} in bytes, and dimension {i} needs {expected[i]}",
                 hint=_HINT_LAYOUT,
             )
     stride = strides[0] if shape[0] > 1 else expected[0]

@@ -165,6 +165,7 @@ def checked_blocks(
     local_geometry: tuple[int, int, int, int],
     remote_geometry: tuple[int, int, int, int],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]: ...
+
 @final
 class Pair:
     def __new__(cls, local: LocalCache, remote: RemoteCache, pin: Any) -> Self: ...

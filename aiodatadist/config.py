@@ -311,6 +311,4 @@ def _from_text(variable: str, name: str, text: str) -> object:
     try:
         return _reader(name)(text)
     except ValueError as why:
-        raise ConfigError(
-            f"environment variable {variable}={text!r:.80} cannot be read", hint=str(why)
-        ) from None
+        raise ConfigError(f"environment variable {variable}={text!r:.80} cannot be read", hint=str(why)) from None

@@ -26,9 +26,7 @@ _STANDARD: Final = logging.getLogger(_LOGGER_NAME)
 _STANDARD.addHandler(logging.NullHandler())
 
 
-def _to_standard(
-    _logger: object, _method: str, event: MutableMapping[str, Any]
-) -> tuple[tuple[str], dict[str, Any]]:
+def _to_standard(_logger: object, _method: str, event: MutableMapping[str, Any]) -> tuple[tuple[str], dict[str, Any]]:
     """Turn an event into a standard record: readable text, and the fields as ``record.aiodatadist``."""
     text = str(event.pop("event", ""))
     passed = {name: event.pop(name) for name in ("exc_info", "stack_info") if name in event}

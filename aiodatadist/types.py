@@ -95,9 +95,7 @@ def as_integer(value: SupportsIndex, name: str, *, low: int = 0, high: int = U64
             hint="give an int or an integer of numpy",
         ) from None
     if not low <= number <= high:
-        raise ArgumentError(
-            f"{name}={shown(number)} is outside {low}..{high}", hint="give a value inside that range"
-        )
+        raise ArgumentError(f"{name}={shown(number)} is outside {low}..{high}", hint="give a value inside that range")
     return number
 
 
@@ -188,8 +186,7 @@ def dtype_name(dtype: object) -> str:
         given = dtype.name  # type: ignore[attr-defined]
     else:
         raise ArgumentTypeError(
-            f"dtype must be a name, a numpy dtype or a torch dtype, got {dtype!r:.80} "
-            f"of type {type(dtype).__name__}",
+            f"dtype must be a name, a numpy dtype or a torch dtype, got {dtype!r:.80} of type {type(dtype).__name__}",
             hint='give a name such as "bfloat16"',
         )
     name = given.strip().lower().removeprefix("torch.")
@@ -267,9 +264,7 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_address(
-    address: str | tuple[Any, ...], name: str = "address", *, port_zero: bool = False
-) -> Address:
+def parse_address(address: str | tuple[Any, ...], name: str = "address", *, port_zero: bool = False) -> Address:
     """Read ``"host:port"`` or ``(host, port)``. Names are not resolved.
 
     Parameters
@@ -297,9 +292,7 @@ def parse_address(
     low = 0 if port_zero else 1
     if isinstance(address, tuple):
         if len(address) != 2 or not isinstance(address[0], str):
-            raise ArgumentTypeError(
-                f"{name} must be a pair (host, port), got {address!r:.80}", hint=_ADDRESS_HINT
-            )
+            raise ArgumentTypeError(f"{name} must be a pair (host, port), got {address!r:.80}", hint=_ADDRESS_HINT)
         host, port = address[0], as_integer(address[1], f"port of {name}", low=low, high=U16_MAX)
         bracketed = ":" in host
     elif isinstance(address, str):
@@ -313,9 +306,7 @@ def parse_address(
         if bracketed:
             host = host[1:-1]
         elif ":" in host:
-            raise ArgumentError(
-                f"{name}={address!r:.200} has an IPv6 host without brackets", hint=_ADDRESS_HINT
-            )
+            raise ArgumentError(f"{name}={address!r:.200} has an IPv6 host without brackets", hint=_ADDRESS_HINT)
     else:
         raise ArgumentTypeError(
             f"{name} must be a string, got {address!r:.80} of type {type(address).__name__}",
@@ -461,9 +452,7 @@ class CacheKeyByIdAndIndex(_CacheKeyByIdAndIndexFields):
 
     __slots__ = ()
 
-    def __new__(
-        cls, cluster_id: SupportsIndex, cache_id: SupportsIndex, batch_index: SupportsIndex = 0
-    ) -> Self:
+    def __new__(cls, cluster_id: SupportsIndex, cache_id: SupportsIndex, batch_index: SupportsIndex = 0) -> Self:
         """Check the fields; plain ints take the short way."""
         if type(cluster_id) is not int or not 0 <= cluster_id <= U64_MAX:
             cluster_id = as_integer(cluster_id, "cluster_id")
@@ -684,8 +673,7 @@ class Geometry:
             value = as_integer(getattr(self, name), name, high=I64_MAX)
             if value != expected:
                 raise ArgumentError(
-                    f"{name}={value} contradicts shape {self.shape} of dtype {self.dtype}, "
-                    f"which make it {expected}",
+                    f"{name}={value} contradicts shape {self.shape} of dtype {self.dtype}, which make it {expected}",
                     hint="use Geometry.of()",
                 )
             set_field(self, name, value)

@@ -52,9 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for value in config.getoption("--require"):
         _required.update(name.strip() for name in value.split(",") if name.strip())
     if unknown := _required - set(REQUIRABLE):
-        raise pytest.UsageError(
-            f"--require: unknown {', '.join(sorted(unknown))}; one of {', '.join(REQUIRABLE)}"
-        )
+        raise pytest.UsageError(f"--require: unknown {', '.join(sorted(unknown))}; one of {', '.join(REQUIRABLE)}")
     _scale = config.getoption("--scale")
     if not _scale > 0:
         raise pytest.UsageError("--scale must be positive")
@@ -117,9 +115,7 @@ def _missing(name: str) -> str | None:
     if name in ("verbs", "hixl"):
         return _missing_transport(name)
     if name == "redis":
-        return _missing_module("redis") or (
-            None if shutil.which("redis-server") else "no redis-server on PATH"
-        )
+        return _missing_module("redis") or (None if shutil.which("redis-server") else "no redis-server on PATH")
     if name == "unprivileged":
         return "running as root" if os.geteuid() == 0 else None
     return _missing_module(name)
@@ -163,11 +159,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     report = yield
-    if (
-        report.skipped
-        and not hasattr(report, "wasxfail")
-        and (name := _required_import(str(report.longrepr)))
-    ):
+    if report.skipped and not hasattr(report, "wasxfail") and (name := _required_import(str(report.longrepr))):
         report.outcome = "failed"
         report.longrepr = f"{item.nodeid}: skipped for want of {name}, which --require demands"
     if report.failed:

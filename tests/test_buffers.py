@@ -286,9 +286,7 @@ def test_overlapping_tensors() -> None:
 def test_overlap_is_found_exactly(num_blocks: int, block: int, gap: int, starts: list[int]) -> None:
     stride = block + gap
     memory = np.zeros(200, np.uint8)
-    tensors = [
-        np.lib.stride_tricks.as_strided(memory[start:], (num_blocks, block), (stride, 1)) for start in starts
-    ]
+    tensors = [np.lib.stride_tricks.as_strided(memory[start:], (num_blocks, block), (stride, 1)) for start in starts]
     touched = np.zeros(200, int)
     for start in starts:
         for i in range(num_blocks):
@@ -312,9 +310,7 @@ def test_geometry_says_where_each_block_lies(data: st.DataObject) -> None:
     for view, tensor in zip(views, tensors, strict=True):
         for i in range(shape[0]):
             block = tensor[i]
-            assert (
-                view.address + i * geometry.stride == _address(np.atleast_1d(block)) if block.ndim else True
-            )
+            assert view.address + i * geometry.stride == _address(np.atleast_1d(block)) if block.ndim else True
         assert view.address == _address(tensor)
         assert geometry.block_bytes == tensor[0].nbytes
         assert view.nbytes == geometry.tensor_bytes
@@ -353,9 +349,7 @@ def test_array_interface_read_only() -> None:
     assert view_of(Interface(tensor, data=(_address(tensor), True))).readonly
 
 
-@pytest.mark.parametrize(
-    "changes", [{"shape": (-1,)}, {"typestr": "nonsense"}, {"data": "x"}, {"strides": (1,)}]
-)
+@pytest.mark.parametrize("changes", [{"shape": (-1,)}, {"typestr": "nonsense"}, {"data": "x"}, {"strides": (1,)}])
 def test_broken_array_interface(changes: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match="array interface"):
         view_of(Interface(np.zeros((4, 3), np.float16), **changes))

@@ -135,9 +135,7 @@ def test_required_module_level_skip_is_a_failure(suite: pytest.Pytester) -> None
     source = "import pytest\npytest.importorskip('torch')\ndef test_it(): pass\n"
     conftest = suite.path / "conftest.py"
     conftest.write_text(
-        conftest.read_text().replace(
-            "import asyncio\n", "import asyncio, sys\nsys.modules['torch'] = None\n", 1
-        )
+        conftest.read_text().replace("import asyncio\n", "import asyncio, sys\nsys.modules['torch'] = None\n", 1)
     )
     assert run(suite, source).ret == pytest.ExitCode.NO_TESTS_COLLECTED
     assert run(suite, source, "--require", "torch").ret not in (0, pytest.ExitCode.NO_TESTS_COLLECTED)

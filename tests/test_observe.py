@@ -82,9 +82,7 @@ def test_each_duration_falls_into_its_bucket(seconds: float) -> None:
     histogram.record(seconds)
     index = histogram.buckets.index(1)
     assert sum(histogram.buckets) == histogram.count == 1
-    assert (
-        int(seconds * 1e6) < round(Histogram.BOUNDS[index] * 1e6) if index < 31 else seconds >= 2**30 * 1e-6
-    )
+    assert int(seconds * 1e6) < round(Histogram.BOUNDS[index] * 1e6) if index < 31 else seconds >= 2**30 * 1e-6
     if index:
         assert int(seconds * 1e6) >= round(Histogram.BOUNDS[index - 1] * 1e6)
     assert histogram.quantile(0.5) == Histogram.BOUNDS[index]
@@ -138,9 +136,7 @@ def test_v1_causes_are_told_apart(error: BaseException | None, outcome: str) -> 
     assert counters.pending == 1
     counters.end(outcome_of(error), seconds=0.5, pulled=10, pushed=20)
     assert counters.pending == 0
-    assert {name: number for name, number in counters.as_dict().items() if name in OUTCOMES and number} == {
-        outcome: 1
-    }
+    assert {name: number for name, number in counters.as_dict().items() if name in OUTCOMES and number} == {outcome: 1}
     assert (counters["bytes_pulled"], counters["bytes_pushed"]) == (10, 20)
     assert counters.latency.count == (1 if outcome == "ok" else 0)
 

@@ -401,9 +401,7 @@ def test_mismatch_names_the_field(other: Geometry, field: str) -> None:
 
 
 def test_match_of_chosen_fields() -> None:
-    Geometry.of("float16", (8, 4), 2).require_match(
-        Geometry.of("float16", (9, 4), 5), ("dtype", "block_shape")
-    )
+    Geometry.of("float16", (8, 4), 2).require_match(Geometry.of("float16", (9, 4), 5), ("dtype", "block_shape"))
 
 
 # --- the rest -------------------------------------------------------------------------------------

@@ -716,8 +716,9 @@ adt_status_t Tcp::post(adt_batch_t *batch) {
     return ADT_OK;
 }
 
-// Sends a short request from the calling thread. False: not now, use another connection. `mu` of such a connection is never
-// held while the host is called, since no requests arrive on it; so it may be taken here, under the engine's lock.
+// Sends a short request from the calling thread. False: not now, use another connection. `mu` of such a connection is
+// never held while the host is called, since no requests arrive on it; so it may be taken here, under the engine's
+// lock.
 bool Tcp::post_short(Connection &c, adt_batch_t *batch) {
     const std::unique_lock<std::mutex> lock(c.mu, std::try_to_lock);
     if (!lock || c.closed || c.waiting.size() >= kMaxOutstanding) return false;

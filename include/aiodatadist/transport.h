@@ -125,7 +125,7 @@ typedef struct adt_batch {
     adt_mem_h local_mem;
     adt_remote_h remote;
     uint64_t op_id;
-    uint32_t epoch; /* the last fence of the owner that the operation had seen when it started */
+    uint32_t epoch;      /* the last fence of the owner that the operation had seen when it started */
     uint32_t loop_waits; /* 1: short, and the loop's thread may receive the answer (loop_fd) */
 } adt_batch_t;
 
@@ -172,10 +172,10 @@ typedef struct adt_connect_params {
     uint32_t num_fds;
     const int *fds;          /* authenticated data connections, taken over; of three or more the last two are
                                 for short requests, first those of the side that dialed, then the other's */
-    void *link;          /* the host's name for this link, given back in begin_serve */
-    int32_t peer_pid;    /* same-host peers only, else 0 */
-    int peer_pidfd;      /* borrowed for the call, or -1 */
-    uint32_t process_vm; /* 1: process_vm_readv/writev on peer_pid was probed and works */
+    void *link;              /* the host's name for this link, given back in begin_serve */
+    int32_t peer_pid;        /* same-host peers only, else 0 */
+    int peer_pidfd;          /* borrowed for the call, or -1 */
+    uint32_t process_vm;     /* 1: process_vm_readv/writev on peer_pid was probed and works */
     uint32_t dialed;         /* 1: this side opened the connections */
     uint64_t populate_bytes; /* how much of this peer's memory to map ahead of its first use */
 } adt_connect_params_t;
