@@ -98,7 +98,9 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
     cdef cppclass CBlockRun "adt::BlockRun":
         pass
 
-    CBlockFault make_runs(const int64_t *local, const int64_t *remote, size_t count, const adt_geometry_t &local_geometry, const adt_geometry_t &remote_geometry, cbool local_is_destination, vector[CBlockRun] &out) except +
+    CBlockFault make_runs(
+        const int64_t *local, const int64_t *remote, size_t count, const adt_geometry_t &local_geometry,
+        const adt_geometry_t &remote_geometry, cbool local_is_destination, vector[CBlockRun] &out) except +
 
     cdef struct CTransferRequest "adt::TransferRequest":
         shared_ptr[CLocalCache] local
@@ -153,27 +155,36 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
     cdef cppclass CEngine "adt::Engine":
         @staticmethod
         shared_ptr[CEngine] acquire(const CEngineOptions &options) except +
+
         @staticmethod
         void release(shared_ptr[CEngine] &engine) except +
         CEngine(const CEngineOptions &options) except +
         CClock &clock()
         void step(uint64_t advance_ns) except +
-        shared_ptr[CNode] open_node(uint64_t cluster_id, shared_ptr[CRing] ring, uint64_t drain_ns, uint64_t heartbeat_ns, uint64_t inline_bytes, uint64_t populate_bytes) except +
+        shared_ptr[CNode] open_node(
+            uint64_t cluster_id, shared_ptr[CRing] ring, uint64_t drain_ns, uint64_t heartbeat_ns,
+            uint64_t inline_bytes, uint64_t populate_bytes) except +
         void abort_node(const shared_ptr[CNode] &node) except +
         cbool node_quiet(const shared_ptr[CNode] &node)
         cbool wait_node_quiet(const shared_ptr[CNode] &node, uint64_t timeout_ns) except +
         void close_node(const shared_ptr[CNode] &node) except +
         vector[CPendingRow] pending(const shared_ptr[CNode] &node) except +
-        adt_status_t connect(const shared_ptr[CNode] &node, const CConnectRequest &request, shared_ptr[CPeer] &out, string &error) except +
+        adt_status_t connect(
+            const shared_ptr[CNode] &node, const CConnectRequest &request, shared_ptr[CPeer] &out,
+            string &error) except +
         void disconnect(const shared_ptr[CPeer] &peer, adt_status_t status) except +
         uint64_t fence(const shared_ptr[CPeer] &peer) except +
         uint64_t ping(const shared_ptr[CPeer] &peer) except +
         int loop_fd(const shared_ptr[CPeer] &peer) except +
         cbool loop_progress(const shared_ptr[CPeer] &peer) except +
-        adt_status_t register_cache(const shared_ptr[CNode] &node, const adt_memory_t &memory, shared_ptr[CLocalCache] &out, string &error) except +
+        adt_status_t register_cache(
+            const shared_ptr[CNode] &node, const adt_memory_t &memory, shared_ptr[CLocalCache] &out,
+            string &error) except +
         string export_key(const shared_ptr[CLocalCache] &cache, unsigned transport) except +
         void close_cache(const shared_ptr[CNode] &node, const shared_ptr[CLocalCache] &cache) except +
-        adt_status_t import_cache(const shared_ptr[CPeer] &peer, uint64_t cache_id, const adt_geometry_t &geometry, unsigned transport, const adt_key_t &key, shared_ptr[CRemoteCache] &out, string &error) except +
+        adt_status_t import_cache(
+            const shared_ptr[CPeer] &peer, uint64_t cache_id, const adt_geometry_t &geometry, unsigned transport,
+            const adt_key_t &key, shared_ptr[CRemoteCache] &out, string &error) except +
         void release_cache(const shared_ptr[CRemoteCache] &cache) except +
         CSubmitResult submit(const CTransferRequest &request) except +
         void cancel(uint64_t op_id) except +

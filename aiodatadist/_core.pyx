@@ -535,7 +535,8 @@ cdef class Peer:
             key.data = <const char *><bytes>data
             key.size = len(data)
             key.fd = fd
-            status = self.node.engine.get().import_cache(self.peer, cache_id, g, transport_index(name), key, cache, error)
+            status = self.node.engine.get().import_cache(
+                self.peer, cache_id, g, transport_index(name), key, cache, error)
             if status == ADT_OK:
                 return self.imported(move(cache), name, reasons)
             if status == -2:
@@ -582,8 +583,8 @@ cdef class Peer:
         self.node.engine.get().disconnect(self.peer, status)
 
 
-# The engine is needed to give the key back, also when the collector ends this as part of a cycle; then the peer may have
-# lost its own attributes already.
+# The engine is needed to give the key back, also when the collector ends this as part of a cycle; then the peer may
+# have lost its own attributes already.
 @cython.no_gc_clear
 @cython.final
 cdef class RemoteCache:

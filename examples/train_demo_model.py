@@ -73,7 +73,7 @@ PHASES = (
 )
 
 
-class TorchBlock(nn.Module):
+class TorchBlock(nn.Module):  # type: ignore[misc, unused-ignore]  # Any where torch is missing
     """The decoder block of `aiodatadist.model.transformer`, on float32 `[rows, length, d_model]`."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -111,7 +111,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-class TorchModel(nn.Module):
+class TorchModel(nn.Module):  # type: ignore[misc, unused-ignore]
     """The whole transformer: tokens `[rows, length]` to logits `[rows, length, vocab]`."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -210,7 +210,7 @@ def save(model: TorchModel, path: Path) -> None:
     for name, parameter in model.named_parameters():
         arrays[name] = parameter.detach().numpy().astype(np.float16)
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, **arrays)
+    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type, unused-ignore]  # numpy's stub takes it for allow_pickle
     path.write_bytes(buffer.getvalue())
 
 
