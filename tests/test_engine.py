@@ -783,6 +783,29 @@ def test_fence_on_a_silent_tcp_peer_is_forced(mode: str, opcode: int) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@both_ways
+def test_cache_closes_while_its_forced_operation_is_still_on_the_wire(mode: str, opcode: int) -> None:
+    """A silent tcp peer is not waited for: the local memory is quiet although the frame has not left."""
+    with hand(mode, connections=2, drain_timeout=0.05, buffers=4096) as h:
+        size = 256 * 1024
+        here = Tensors((1, 32, size, size), region=False)
+        local = h.side.register(here)
+        remote = h.side.to_peer.import_cache(9, here.geometry, [("tcp", b"", -1)])
+        pair = _core.Pair(local, remote, None)
+        call, blocks = Call(), list(range(32))
+        pair.submit(call, opcode, blocks, blocks, 0, 0, 1, 0.0, False)
+        for _ in range(5):
+            h.turn()
+        local.close()
+        h.turn(0)
+        assert not h.side.seen(_core.EVENT_CACHE_QUIET)  # the operation uses it
+        pair.cancel(call.op)
+        h.run(lambda: h.side.seen(_core.EVENT_CACHE_QUIET, local.id), advance_ns=SECOND // 100)
+        assert call.status == CANCELLED
+        assert [row[0] for row in h.side.node.pending()] == [call.op]  # not over on the wire
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_cache_of_a_silent_tcp_peer_closes_by_force(mode: str) -> None:
     with hand(mode, drain_timeout=0.05) as h:
         there = Tensors((1, 4, 1 << 20, 1 << 20), region=False)

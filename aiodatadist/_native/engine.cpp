@@ -669,11 +669,11 @@ void Engine::stop_op(Section &s, Op &op, adt_status_t status) {
 // Looks whether an operation is quiet here (then its future hears of it), and whether it is over everywhere.
 void Engine::settle(Section &s, Op &op) {
     if (!op.exhausted && op.stop == ADT_OK) return;
-    if (!op.reported && op.inflight == op.detached) report(op);
+    if (!op.reported && op.inflight == op.detached) report(s, op);
     if (op.inflight == 0) retire(s, op);
 }
 
-void Engine::report(Op &op) {
+void Engine::report(Section &s, Op &op) {
     op.reported = true;
     if (std::exchange(op.has_deadline, false)) timers_.erase(op.deadline);
     if (std::exchange(op.has_drain, false)) timers_.erase(op.drain);
@@ -688,6 +688,9 @@ void Engine::report(Op &op) {
     event.opcode = op.opcode;
     event.cookie = std::exchange(op.cookie, nullptr);
     emit(*op.peer->node, event);
+    // Local memory is quiet, though a detached batch may be on the wire for long: its cache may be taken back.
+    --op.local->operations;
+    settle_cache(s, *op.peer->node, *op.local);
 }
 
 void Engine::retire(Section &s, Op &op) {
@@ -697,13 +700,11 @@ void Engine::retire(Section &s, Op &op) {
     ops_.erase(found);
     const std::shared_ptr<Peer> peer = op.peer;
     peer->ops.erase(&op);
-    --op.local->operations;
     --op.remote->operations;
     // The owner hears of every end that is not a success, once its memory is quiet as well.
     if (op.stop != ADT_OK && peer->state == Peer::State::active) {
         tell_end(s, *peer, Say::ended, op.id, op.remote->id, op.bytes_done, op.stop, op.opcode);
     }
-    settle_cache(s, *peer->node, *op.local);
     release_remote(s, *op.remote);
     answer_fences(s, *peer);
     settle_peer(s, *peer);

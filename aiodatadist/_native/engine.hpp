@@ -408,7 +408,7 @@ class Engine : Counted<Live::engine> {
     void complete_batch(Section &s, const adt_completion_t &completion);
     void stop_op(Section &s, Op &op, adt_status_t status);
     void settle(Section &s, Op &op);
-    void report(Op &op);
+    void report(Section &s, Op &op);
     void retire(Section &s, Op &op);
     void release_held(Peer &peer, uint64_t cache);
     Batch *take_batch();

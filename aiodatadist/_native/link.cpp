@@ -544,6 +544,8 @@ void Engine::handle(Section &s, Peer &peer, const WireMessage &message) {
             if (found == peer.fences_on_peer.end()) return;
             const FenceOnPeer fence = *found;
             peer.fences_on_peer.erase(found);
+            // The peer's word is that nothing older is left: a request that says otherwise is refused.
+            if (!fence.closing) peer.min_epoch = std::max(peer.min_epoch, static_cast<uint32_t>(fence.seq));
             finish_fence(s, peer, fence, ADT_OK);
             return;
         }
