@@ -40,6 +40,10 @@ class Setting:
         self.caches = pair.user.cache_manager
         self.was = [tensor.copy() for cache in (theirs, ours) for tensor in cache.tensors]
 
+    def forget(self) -> None:
+        """Let go of everything: pytest keeps what a fixture has given until after the check for native objects."""
+        vars(self).clear()
+
     def untouched(self) -> None:
         now = [tensor for cache in (self.theirs, self.ours) for tensor in cache.tensors]
         for tensor, before in zip(now, self.was, strict=True):
@@ -66,7 +70,9 @@ async def setting(request: pytest.FixtureRequest) -> AsyncIterator[Setting]:
     async with linked(request.param) as pair:
         theirs = await pair.offer(pattern(1, SHAPE, tensors=TENSORS))
         ours = await pair.take(pattern(2, SHAPE, tensors=TENSORS))
-        yield Setting(pair, theirs, ours)
+        setting = Setting(pair, theirs, ours)
+        yield setting
+    setting.forget()
 
 
 @pytest_asyncio.fixture(params=["before the first transfer", "after one", "registering"])
@@ -89,6 +95,7 @@ async def stage(request: pytest.FixtureRequest) -> AsyncIterator[Setting]:
             setting = Setting(pair, theirs, ours)
         yield setting
         let_go(pair)
+    setting.forget()
 
 
 def held_back(pair: Pair) -> adt.Cache:
