@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import random
+import socket
 import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -125,6 +126,26 @@ async def test_ending_1_of_20_pulls_leaves_19_and_the_connections(
         assert _sockets() == before
 
 
+@pytest.mark.loop
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_fence_waits_for_what_runs(path: str, scale: Any) -> None:
+    async with quiet.bench(path, lanes=2, inline_bytes=0) as bench:
+        blocks = np.random.default_rng(0).permutation(2 * quiet.LANE_BLOCKS)
+        late = 0
+        for turn in range(scale(50, least=10)):
+            for rows_ in bench.local_rows:
+                rows_[:] = turn % quiet.FENCED
+            pushes = [bench.manager.push_blocks(bench.target_key, bench.local, blocks, blocks) for _ in range(2)]
+            late += not pushes[1].done()
+            await bench.theirs.fence(bench.mine.cluster_id)
+            for target in bench.target_rows:
+                target[:] = quiet.FENCED
+            await asyncio.gather(*pushes)
+            await quiet.pause(0.001)
+            assert all(same_at(target, quiet.FENCED) for target in bench.target_rows), turn
+        assert late > 0
+
+
 # Waiting. -------------------------------------------------------------------------------------------------------------
 
 
@@ -184,7 +205,8 @@ async def test_dropping_a_transfer_changes_nothing() -> None:
 #
 # Fast: every limit here is far below the time that the peer stays stopped.
 
-SHAPE = (128, 16384)
+# Small blocks in any order: a batch is many pieces then, and the peer is stopped between two of them.
+SHAPE = (2048, 1024)
 TENSORS = 2
 HEARTBEAT = 0.4
 DRAIN = 0.1
@@ -225,6 +247,7 @@ class Stopped:
         self.traffic = []
         for model_id, name in ((1, "first"), (2, "second")):
             arguments = {"kind": kind, "name": name, "cluster_id": self.dd.cluster_id, "model_id": model_id}
+            arguments["blocks"] = [np.random.default_rng(seed).permutation(SHAPE[0]).tolist() for seed in (1, 2)]
             self.traffic.append(await self.peer.call("begin_traffic", depth=3, **arguments))
         while not all([(await self.peer.call("traffic", number=number))["done"] > 2 for number in self.traffic]):
             await asyncio.sleep(0.001)
@@ -414,7 +437,7 @@ async def test_tcp_memory_is_given_back_without_waiting_for_a_stopped_peer(
 @pytest.mark.parametrize("kind", ["push", "pull"])
 async def test_a_fence_over_tcp_ends_a_transfer_of_a_stopped_peer_and_not_the_link(kind: str, scale: Any) -> None:
     config = quiet.config_of("tcp", drain_timeout=DRAIN, heartbeat_limit=60.0)
-    shape = (512, 65536)
+    shape = (16384, 1024)
     aborted = 0
     async with (
         spawn(next(_ids), transports=("tcp",)) as peer,
@@ -425,11 +448,13 @@ async def test_a_fence_over_tcp_ends_a_transfer_of_a_stopped_peer_and_not_the_li
         await cache.ready()
         await peer.cache("kv", tensors=1, shape=shape, model_id=None, value=DATA)
         link = await dd.link(peer.info)
-        arguments = {"kind": kind, "name": "kv", "cluster_id": dd.cluster_id}
+        blocks = [np.random.default_rng(seed).permutation(shape[0]).tolist() for seed in (1, 2)]
+        arguments = {"kind": kind, "name": "kv", "cluster_id": dd.cluster_id, "blocks": blocks}
         for seed in range(scale(10)):
             memory[:] = DATA
             # It has begun when this returns.
-            await peer.run("kept['running'] = peer._start(kind, 'kv', to, 0, None, None)", kind=kind, to=dd.cluster_id)
+            begin = "kept['running'] = peer._start(kind, 'kv', to, 0, blocks, None)"
+            await peer.run(begin, kind=kind, to=dd.cluster_id, blocks=blocks)
             await asyncio.sleep(random.Random(seed).uniform(0.0, 0.008))
             peer.stop()
             async with asyncio.timeout(20):
@@ -456,6 +481,14 @@ async def test_a_fence_over_tcp_ends_a_transfer_of_a_stopped_peer_and_not_the_li
     assert aborted > 0
 
 
+def _shrink_send_buffers() -> None:
+    """Have no frame fit into the kernel as a whole."""
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(fd))) as sock:
+            if sock.family == socket.AF_INET and sock.type == socket.SOCK_STREAM:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 * 1024)
+
+
 @pytest.mark.loop
 @pytest.mark.parametrize("kind", ["push", "pull"])
 async def test_a_cancel_that_does_not_drain_ends_by_force(kind: str, scale: Any) -> None:
@@ -465,20 +498,25 @@ async def test_a_cancel_that_does_not_drain_ends_by_force(kind: str, scale: Any)
         spawn(next(_ids), transports=("tcp",)) as peer,
         adt.DataDist(next(_ids), config=config) as dd,
     ):
-        shape = (512, 32768)
+        shape = (16384, 1024)
         await peer.cache("kv", tensors=2, shape=shape, model_id=1, value=DATA)
         cache = dd.cache_manager.register_blocks_cache([np.zeros(shape, np.uint8) for _ in range(2)])
         await cache.ready()
         link = await dd.link(peer.info)
+        _shrink_send_buffers()
         key = adt.BlocksCacheKey(peer.cluster_id, model_id=1)
-        for turn in range(scale(3)):
+        order = np.random.default_rng(0).permutation(shape[0])
+        for turn in range(scale(6)):
             for view in rows(cache):
                 view[:] = DATA
             start = dd.cache_manager.pull_blocks if kind == "pull" else dd.cache_manager.push_blocks
-            half = [start(key, cache, part, part) for part in (range(256), range(256, 512))]
-            if turn:
-                await asyncio.sleep(0.002)
-            peer.stop()
+            # A peer that is stopped before leaves the wire full; one that is stopped later, in the middle of a frame.
+            if turn % 2 == 0:
+                peer.stop()
+            half = [start(key, cache, part, part) for part in (order[: shape[0] // 2], order[shape[0] // 2 :])]
+            await asyncio.sleep(random.Random(turn).uniform(0.0, 0.004))
+            if turn % 2 == 1:
+                peer.stop()
             turns = 0
 
             async def count(half: list[adt.Transfer[None]] = half) -> None:
@@ -511,7 +549,7 @@ async def test_a_cancel_that_does_not_drain_ends_by_force(kind: str, scale: Any)
             await peer.call("fence", cluster_id=dd.cluster_id)
             assert await peer.call("count", name="kv", value=PATTERN) == 0
             await peer.call("fill", name="kv", value=DATA)
-            await dd.cache_manager.pull_blocks(key, cache, range(512), range(512))
+            await dd.cache_manager.pull_blocks(key, cache, order, order)
             assert all(same_at(view, DATA) for view in rows(cache))
 
 
