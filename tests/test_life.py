@@ -252,8 +252,9 @@ async def test_restarting_a_peer_again_and_again(transport: str, scale: Scale) -
                 await until(lambda: not len(dd._center.peers), "what is left of the peer does not end")
                 gc.collect()
                 marks.append((descriptors(), threads(), resident()))
+        # The engine closes the last descriptors of a peer in its own thread, a moment after the loop heard of its end.
+        await until(lambda: descriptors() <= marks[0][0], "descriptors grow")
     first, last = marks[0], marks[-1]
-    assert last[0] <= first[0], marks
     assert last[1] <= first[1], marks
     assert last[2] - first[2] < 4 << 20, marks
 
