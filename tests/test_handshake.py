@@ -471,7 +471,7 @@ async def test_a_client_that_speaks_out_of_turn() -> None:
         channel, _ = await greet(a)
         channel.send(wire.Agree(transports=["tcp"], data_connections=1))
         channel.send(wire.Ready())
-        await closed_by_peer(channel)
+        await closed_by_peer(channel, 1.0)
         await until_idle(a)
 
 

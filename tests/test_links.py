@@ -57,13 +57,15 @@ def config(request: pytest.FixtureRequest) -> Config:
 
 
 @pytest.fixture
-async def two(config: Config) -> AsyncIterator[tuple[DataDist, DataDist]]:
+async def two(config: Config) -> AsyncIterator[list[DataDist]]:
     """Two open nodes, 1 and 2; both listen, and neither is linked."""
     async with (
         DataDist(1, Role.PROMPT, listen=LISTEN, config=config) as a,
         DataDist(2, Role.DECODER, listen=LISTEN, config=config) as b,
     ):
-        yield a, b
+        both = [a, b]
+        yield both
+    both.clear()  # pytest keeps what fixtures gave, and nothing native may be left
 
 
 def info(dd: DataDist) -> ClusterInfo:
@@ -79,7 +81,7 @@ async def until(condition: Any, within: float = 5.0) -> None:
 # Linking. ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_link_says_what_it_is(two: tuple[DataDist, DataDist], config: Config) -> None:
+async def test_a_link_says_what_it_is(two: list[DataDist], config: Config) -> None:
     a, b = two
     transfer = b.link(info(a))
     assert isinstance(transfer, asyncio.Future)
@@ -96,7 +98,7 @@ async def test_a_link_says_what_it_is(two: tuple[DataDist, DataDist], config: Co
     assert "cluster 1" in repr(link)
 
 
-async def test_linking_again_returns_the_link(two: tuple[DataDist, DataDist]) -> None:
+async def test_linking_again_returns_the_link(two: list[DataDist]) -> None:
     a, b = two
     link = await b.link(info(a))
     assert b.link(info(a)).result() is link
@@ -105,9 +107,7 @@ async def test_linking_again_returns_the_link(two: tuple[DataDist, DataDist]) ->
     assert await a.link(ClusterInfo(2)) is a.links[2]
 
 
-async def test_p5_a_hundred_callers_share_one_handshake(
-    two: tuple[DataDist, DataDist], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_p5_a_hundred_callers_share_one_handshake(two: list[DataDist], monkeypatch: pytest.MonkeyPatch) -> None:
     """faults.md P5."""
     a, b = two
     connected = 0
@@ -125,7 +125,7 @@ async def test_p5_a_hundred_callers_share_one_handshake(
     assert b._center.operations.rows() == []
 
 
-async def test_cancelling_one_caller_leaves_the_others(two: tuple[DataDist, DataDist]) -> None:
+async def test_cancelling_one_caller_leaves_the_others(two: list[DataDist]) -> None:
     a, b = two
     first, second, third = (b.link(info(a)) for _ in range(3))
     await asyncio.sleep(0)
@@ -139,9 +139,7 @@ async def test_cancelling_one_caller_leaves_the_others(two: tuple[DataDist, Data
 
 
 @pytest.mark.parametrize("turns", range(0, 40, 3))
-async def test_cancelling_the_only_caller_at_any_moment_leaves_nothing(
-    two: tuple[DataDist, DataDist], turns: int
-) -> None:
+async def test_cancelling_the_only_caller_at_any_moment_leaves_nothing(two: list[DataDist], turns: int) -> None:
     a, b = two
     transfer = b.link(info(a))
     for _ in range(turns):
@@ -160,7 +158,7 @@ async def test_cancelling_the_only_caller_at_any_moment_leaves_nothing(
         assert link.state is LinkState.READY
 
 
-async def test_callers_that_give_up_one_by_one(two: tuple[DataDist, DataDist]) -> None:
+async def test_callers_that_give_up_one_by_one(two: list[DataDist]) -> None:
     a, b = two
     for round_ in range(20):
         callers = [b.link(info(a)) for _ in range(3)]
@@ -173,7 +171,7 @@ async def test_callers_that_give_up_one_by_one(two: tuple[DataDist, DataDist]) -
             await b.unlink(info(a))
 
 
-async def test_timeouts_cancels_and_scopes_around_a_link(two: tuple[DataDist, DataDist]) -> None:
+async def test_timeouts_cancels_and_scopes_around_a_link(two: list[DataDist]) -> None:
     a, b = two
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):
@@ -186,7 +184,7 @@ async def test_timeouts_cancels_and_scopes_around_a_link(two: tuple[DataDist, Da
     assert {task.result().state for task in tasks} == {LinkState.READY}
 
 
-async def test_both_link_each_other_at_once(two: tuple[DataDist, DataDist]) -> None:
+async def test_both_link_each_other_at_once(two: list[DataDist]) -> None:
     """However the handshakes cross, both sides end with one link, the same one."""
     a, b = two
     for round_ in range(60):
@@ -204,7 +202,7 @@ async def test_both_link_each_other_at_once(two: tuple[DataDist, DataDist]) -> N
     await until(lambda: not len(a._center.peers) and not len(b._center.peers))
 
 
-async def test_crossed_but_only_one_side_is_reachable(two: tuple[DataDist, DataDist]) -> None:
+async def test_crossed_but_only_one_side_is_reachable(two: list[DataDist]) -> None:
     a, b = two
     wrong = ClusterInfo(2, "127.0.0.1:1")
     mine, theirs = a.link(wrong), b.link(info(a))
@@ -223,7 +221,7 @@ async def test_many_nodes_link_each_other_all_at_once() -> None:
             assert all(link.state is LinkState.READY for link in one.links.values())
 
 
-async def test_linking_oneself(two: tuple[DataDist, DataDist]) -> None:
+async def test_linking_oneself(two: list[DataDist]) -> None:
     a, _ = two
     link = await a.link(info(a))
     assert (link.state, link.path.transport) == (LinkState.READY, "self")
@@ -237,7 +235,7 @@ async def test_linking_oneself(two: tuple[DataDist, DataDist]) -> None:
     assert (await a.link(ClusterInfo(1))) is not link
 
 
-async def test_two_with_the_same_id_cannot_link(two: tuple[DataDist, DataDist]) -> None:
+async def test_two_with_the_same_id_cannot_link(two: list[DataDist]) -> None:
     a, _ = two
     async with DataDist(1) as twin:
         with pytest.raises(LinkRefusedError, match="cluster id 1") as caught:
@@ -245,7 +243,7 @@ async def test_two_with_the_same_id_cannot_link(two: tuple[DataDist, DataDist]) 
         assert caught.value.status == Status.ALREADY_LINK
 
 
-async def test_a_second_live_node_of_the_same_id_is_refused(two: tuple[DataDist, DataDist]) -> None:
+async def test_a_second_live_node_of_the_same_id_is_refused(two: list[DataDist]) -> None:
     a, b = two
     link = await b.link(info(a))
     async with DataDist(2) as twin:
@@ -258,7 +256,7 @@ async def test_a_second_live_node_of_the_same_id_is_refused(two: tuple[DataDist,
 
 
 async def test_a_new_incarnation_takes_the_place_of_one_that_does_not_answer(
-    two: tuple[DataDist, DataDist], monkeypatch: pytest.MonkeyPatch
+    two: list[DataDist], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = two
     monkeypatch.setattr(linking, "_PING_SECONDS", 0.05)
@@ -302,7 +300,7 @@ async def test_no_address() -> None:
 
 @pytest.mark.parametrize("side", ["the one that linked", "the other"])
 @pytest.mark.parametrize("force", [False, True])
-async def test_either_side_unlinks(two: tuple[DataDist, DataDist], side: str, force: bool) -> None:
+async def test_either_side_unlinks(two: list[DataDist], side: str, force: bool) -> None:
     a, b = two
     link = await b.link(info(a))
     await until(lambda: 2 in a.links)
@@ -321,7 +319,7 @@ async def test_either_side_unlinks(two: tuple[DataDist, DataDist], side: str, fo
     await until(lambda: not len(a._center.peers) and not len(b._center.peers))
 
 
-async def test_both_unlink_at_once(two: tuple[DataDist, DataDist]) -> None:
+async def test_both_unlink_at_once(two: list[DataDist]) -> None:
     a, b = two
     for _ in range(20):
         await b.link(info(a))
@@ -332,13 +330,13 @@ async def test_both_unlink_at_once(two: tuple[DataDist, DataDist]) -> None:
     assert not len(b._center.peers)
 
 
-async def test_unlinking_what_is_not_linked_is_no_error(two: tuple[DataDist, DataDist]) -> None:
+async def test_unlinking_what_is_not_linked_is_no_error(two: list[DataDist]) -> None:
     a, _ = two
     await a.unlink(ClusterInfo(77))
     await a.unlink(ClusterInfo(77), force=True)
 
 
-async def test_unlinking_ends_an_attempt(two: tuple[DataDist, DataDist]) -> None:
+async def test_unlinking_ends_an_attempt(two: list[DataDist]) -> None:
     a, b = two
     transfer = b.link(info(a))
     await asyncio.sleep(0)
@@ -348,7 +346,7 @@ async def test_unlinking_ends_an_attempt(two: tuple[DataDist, DataDist]) -> None
     assert (await b.link(info(a))).state is LinkState.READY
 
 
-async def test_relinking_makes_new_epochs_and_no_leaks(two: tuple[DataDist, DataDist]) -> None:
+async def test_relinking_makes_new_epochs_and_no_leaks(two: list[DataDist]) -> None:
     a, b = two
     for _ in range(3):
         await b.link(info(a))
@@ -370,7 +368,7 @@ async def test_relinking_makes_new_epochs_and_no_leaks(two: tuple[DataDist, Data
     await until(lambda: len(os.listdir("/proc/self/fd")) <= fds)
 
 
-async def test_linking_while_the_old_link_is_being_unlinked(two: tuple[DataDist, DataDist]) -> None:
+async def test_linking_while_the_old_link_is_being_unlinked(two: list[DataDist]) -> None:
     a, b = two
     for _ in range(20):
         old = await b.link(info(a))
@@ -385,7 +383,7 @@ async def test_linking_while_the_old_link_is_being_unlinked(two: tuple[DataDist,
         await a.fence(2)
 
 
-async def test_a_link_whose_control_connection_breaks_is_broken(two: tuple[DataDist, DataDist]) -> None:
+async def test_a_link_whose_control_connection_breaks_is_broken(two: list[DataDist]) -> None:
     a, b = two
     stream = b.events()
     link = await b.link(info(a))
@@ -422,7 +420,7 @@ async def test_a_link_whose_control_connection_breaks_is_broken(two: tuple[DataD
     ids=lambda message: type(message).__name__,
 )
 async def test_a_peer_that_breaks_the_protocol_loses_its_link(
-    two: tuple[DataDist, DataDist], message: Any, caplog: pytest.LogCaptureFixture
+    two: list[DataDist], message: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b = two
     link = await b.link(info(a))
@@ -441,7 +439,7 @@ async def test_a_peer_that_breaks_the_protocol_loses_its_link(
 
 
 async def test_a_fault_of_ours_ends_the_link_with_an_internal_error(
-    two: tuple[DataDist, DataDist], monkeypatch: pytest.MonkeyPatch
+    two: list[DataDist], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = two
     link = await b.link(info(a))
@@ -457,7 +455,7 @@ async def test_a_fault_of_ours_ends_the_link_with_an_internal_error(
 # The live table. --------------------------------------------------------------------------------------------
 
 
-async def test_caches_show_before_and_after_linking_and_go(two: tuple[DataDist, DataDist]) -> None:
+async def test_caches_show_before_and_after_linking_and_go(two: list[DataDist]) -> None:
     a, b = two
     first = a.cache_manager.register_blocks_cache(array(), key=BlocksCacheKey(1, 5))
     await first.ready()
@@ -495,7 +493,7 @@ async def test_caches_show_before_and_after_linking_and_go(two: tuple[DataDist, 
     ]
 
 
-async def test_registering_and_unregistering_while_linking(two: tuple[DataDist, DataDist]) -> None:
+async def test_registering_and_unregistering_while_linking(two: list[DataDist]) -> None:
     a, b = two
     kept = []
 
@@ -520,7 +518,7 @@ async def test_registering_and_unregistering_while_linking(two: tuple[DataDist, 
     assert link._remote.version == a._table.version
 
 
-async def test_library_memory_travels_by_descriptor(two: tuple[DataDist, DataDist]) -> None:
+async def test_library_memory_travels_by_descriptor(two: list[DataDist]) -> None:
     from aiodatadist.types import CacheDesc
 
     a, b = two
@@ -536,7 +534,7 @@ async def test_library_memory_travels_by_descriptor(two: tuple[DataDist, DataDis
     assert (mine.tensors[0][0] == 7).all()
 
 
-async def test_a_thousand_caches(two: tuple[DataDist, DataDist]) -> None:
+async def test_a_thousand_caches(two: list[DataDist]) -> None:
     a, b = two
     tensors = array()
     caches = [a.cache_manager.register_blocks_cache(tensors) for _ in range(1000)]
@@ -551,7 +549,7 @@ async def test_a_thousand_caches(two: tuple[DataDist, DataDist]) -> None:
 # Notifications. ---------------------------------------------------------------------------------------------
 
 
-async def test_notifications_arrive_in_order(two: tuple[DataDist, DataDist]) -> None:
+async def test_notifications_arrive_in_order(two: list[DataDist]) -> None:
     a, b = two
     link = await b.link(info(a))
     for number in range(50):
@@ -610,7 +608,7 @@ async def test_a_notification_without_a_credit_breaks_the_protocol() -> None:
         assert a.stats()["unread"] == 2
 
 
-async def test_readers_compete_and_a_cancelled_one_loses_nothing(two: tuple[DataDist, DataDist]) -> None:
+async def test_readers_compete_and_a_cancelled_one_loses_nothing(two: list[DataDist]) -> None:
     a, b = two
     link = await b.link(info(a))
     got: list[bytes] = []
@@ -648,7 +646,7 @@ async def test_waiting_notifications_fail_with_the_link() -> None:
             await link.post_notification(b"too late")
 
 
-async def test_too_long_a_notification(two: tuple[DataDist, DataDist]) -> None:
+async def test_too_long_a_notification(two: list[DataDist]) -> None:
     a, b = two
     link = await b.link(info(a))
     assert link.notify_max_bytes == Config().notify_max_bytes
@@ -661,7 +659,7 @@ async def test_too_long_a_notification(two: tuple[DataDist, DataDist]) -> None:
 # Events. ----------------------------------------------------------------------------------------------------
 
 
-async def test_every_reader_gets_every_event_from_its_start_on(two: tuple[DataDist, DataDist]) -> None:
+async def test_every_reader_gets_every_event_from_its_start_on(two: list[DataDist]) -> None:
     a, b = two
     early, also = b.events(), b.events()
     await b.link(info(a))
@@ -675,9 +673,7 @@ async def test_every_reader_gets_every_event_from_its_start_on(two: tuple[DataDi
     assert event.new is LinkState.CLOSED
 
 
-async def test_a_slow_reader_is_told_what_it_missed(
-    two: tuple[DataDist, DataDist], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_slow_reader_is_told_what_it_missed(two: list[DataDist], monkeypatch: pytest.MonkeyPatch) -> None:
     _, b = two
     monkeypatch.setattr(events, "EVENTS_KEPT", 3)
     stream = b.events()
@@ -689,7 +685,7 @@ async def test_a_slow_reader_is_told_what_it_missed(
     assert await anext(stream) == sent[6]
 
 
-async def test_event_streams_end_and_let_go(two: tuple[DataDist, DataDist]) -> None:
+async def test_event_streams_end_and_let_go(two: list[DataDist]) -> None:
     _, b = two
     stream, other = b.events(), b.events()
     waiting = asyncio.ensure_future(anext(stream))
@@ -708,7 +704,7 @@ async def test_event_streams_end_and_let_go(two: tuple[DataDist, DataDist]) -> N
 # Fences. ----------------------------------------------------------------------------------------------------
 
 
-async def test_fences_on_both_sides(two: tuple[DataDist, DataDist]) -> None:
+async def test_fences_on_both_sides(two: list[DataDist]) -> None:
     a, b = two
     with pytest.raises(NotLinkedError, match="never linked"):
         _ = a.fence(2)
@@ -720,7 +716,7 @@ async def test_fences_on_both_sides(two: tuple[DataDist, DataDist]) -> None:
     await b.fence(1)
 
 
-async def test_a_fence_waits_for_a_link_that_is_gone_but_not_quiet(two: tuple[DataDist, DataDist]) -> None:
+async def test_a_fence_waits_for_a_link_that_is_gone_but_not_quiet(two: list[DataDist]) -> None:
     a, b = two
     await b.link(info(a))
     await until(lambda: 2 in a.links)
@@ -741,7 +737,7 @@ async def test_a_fence_waits_for_a_link_that_is_gone_but_not_quiet(two: tuple[Da
     await fence
 
 
-async def test_transfers_end_typed_when_the_link_goes(two: tuple[DataDist, DataDist]) -> None:
+async def test_transfers_end_typed_when_the_link_goes(two: list[DataDist]) -> None:
     a, b = two
     theirs = a.cache_manager.register_blocks_cache(array(3), key=BlocksCacheKey(1))
     mine = b.cache_manager.register_blocks_cache(array(), remote=None)

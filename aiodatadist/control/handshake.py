@@ -240,6 +240,11 @@ class Channel:
         """
         self.stream.send(wire.encode(message, self.send_limit))
 
+    @property
+    def has_more(self) -> bool:
+        """Whether more has been received than was asked for."""
+        return self._frames.pending > 0
+
     async def receive(self) -> wire.AnyMessage | None:
         """Return the next message; None when the peer has closed the connection.
 
@@ -698,7 +703,7 @@ async def _unless_gone(channel: Channel, arrivals: _Arrivals) -> None:
     async def watch() -> None:
         error: DataDistError
         try:
-            if await channel.stream.wait_readable():
+            if channel.has_more or await channel.stream.wait_readable():
                 error = ProtocolError("the peer spoke out of turn", peer=channel.peer)
             else:
                 error = PeerLostError("the peer closed the connection during the handshake", peer=channel.peer)
