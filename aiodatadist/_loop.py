@@ -570,7 +570,7 @@ class StreamListener(ABC):
         """Stop accepting."""
 
 
-class _Acceptor(_Watched):
+class _Acceptor(_Watched, ABC):
     """Accepts a bounded number of connections in each turn of the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
@@ -579,8 +579,8 @@ class _Acceptor(_Watched):
         self._accepting = True
         loop.add_reader(self._fd, self._accept)
 
-    def _accepted(self, sock: socket.socket, address: Any) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _accepted(self, sock: socket.socket, address: Any) -> None: ...
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
