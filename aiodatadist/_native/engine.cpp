@@ -358,10 +358,8 @@ void Engine::fire(Section &s, const Timer &timer) {
             if (peer->fences_on_peer.empty() || peer->state != Peer::State::active) return;
             read_wire(s, *peer);
             if (peer->fences_on_peer.empty() || peer->state != Peer::State::active) return;
-            if (!peer->exposed && answers_late(*peer, now)) {
-                force_fences(s, *peer);
-                return;
-            }
+            force_fences(s, *peer, !peer->exposed && answers_late(*peer, now));
+            if (peer->fences_on_peer.empty()) return;
             send(s, *peer, {static_cast<uint8_t>(Say::ping), 0, 0, 0, 0, 0, 0});
             peer->fence_timer = true;
             add_timer(now + peer->node->drain_ns / 4, TimerKind::fence, peer->id);
@@ -567,7 +565,8 @@ bool Engine::cut(Op &op, Batch &batch) {
     post.remote = op.remote->handle;
     post.op_id = op.id;
     post.epoch = op.epoch;
-    post.loop_waits = op.bytes_total <= kShortBytes ? 1 : 0;
+    // Not while the peer waits for a fence: what is posted after take_over would wait for the loop, which may be busy.
+    post.loop_waits = op.bytes_total <= kShortBytes && op.peer->fences_from_peer.empty() ? 1 : 0;
     return op.at_tensor < op.num_tensors;
 }
 

@@ -208,6 +208,14 @@ struct FenceOnPeer {
     uint64_t token;
     uint64_t seq;
     std::shared_ptr<LocalCache> closing;  // null: dd.fence()
+    uint64_t answered_ns = 0;             // when the peer said that it is done; 0: it has not
+};
+
+// A request of a peer that is being served, between begin_serve and end_serve.
+struct Served : Counted<Live::served> {
+    std::shared_ptr<Peer> peer;
+    std::shared_ptr<LocalCache> cache;
+    uint32_t epoch = 0;
 };
 
 // One link's native side, one epoch. The engine connection carries WireMessage both ways.
@@ -241,6 +249,7 @@ struct Peer : Counted<Live::peer> {
     std::unordered_set<uint64_t> closed_caches;                             // ids never come back
     std::vector<FenceFromPeer> fences_from_peer;
     std::vector<FenceOnPeer> fences_on_peer;
+    std::vector<const Served *> serving;
     bool fence_timer = false;
     uint64_t fence_since = 0;  // when the timer that watches the peer's answers began
     std::string out;
@@ -437,7 +446,8 @@ class Engine : Counted<Live::engine> {
     void answer_fences(Section &s, Peer &peer);
     void start_fence(Section &s, Peer &peer, uint64_t token, std::shared_ptr<LocalCache> closing);
     void finish_fence(Section &s, Peer &peer, const FenceOnPeer &fence, adt_status_t status);
-    void force_fences(Section &s, Peer &peer);
+    void finish_answered(Section &s, Peer &peer);
+    void force_fences(Section &s, Peer &peer, bool silent);
     void release_remote(Section &s, RemoteCache &cache);
     void close_remote(Section &s, const std::weak_ptr<RemoteCache> &import);
     static bool answers_late(const Peer &peer, uint64_t now);

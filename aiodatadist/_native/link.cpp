@@ -17,12 +17,6 @@
 namespace adt {
 namespace {
 
-// A request of a peer that is being served, between begin_serve and end_serve.
-struct Served : Counted<Live::served> {
-    std::shared_ptr<Node> node;
-    std::shared_ptr<LocalCache> cache;
-};
-
 constexpr uint8_t kClosing = 1;                  // flags of Say::fence
 constexpr int kMessagesATurn = 1024;             // read of one peer before others, and other threads, get the lock
 constexpr size_t kMaxUnsent = size_t{16} << 20;  // a peer that asks and never reads must not fill our memory
@@ -542,11 +536,10 @@ void Engine::handle(Section &s, Peer &peer, const WireMessage &message) {
             const auto found = std::find_if(peer.fences_on_peer.begin(), peer.fences_on_peer.end(),
                                             [&](const FenceOnPeer &fence) { return fence.seq == message.a; });
             if (found == peer.fences_on_peer.end()) return;
-            const FenceOnPeer fence = *found;
-            peer.fences_on_peer.erase(found);
             // The peer's word is that nothing older is left: a request that says otherwise is refused.
-            if (!fence.closing) peer.min_epoch = std::max(peer.min_epoch, static_cast<uint32_t>(fence.seq));
-            finish_fence(s, peer, fence, ADT_OK);
+            if (!found->closing) peer.min_epoch = std::max(peer.min_epoch, static_cast<uint32_t>(found->seq));
+            found->answered_ns = clock_.now_ns();
+            finish_answered(s, peer);
             return;
         }
         case Say::disconnect:
@@ -665,19 +658,50 @@ void Engine::answer_fences(Section &s, Peer &peer) {
     }
 }
 
+// Ends the fences that the peer has answered. Its word is not enough: of a request whose connection broke over there,
+// or of one that it lies about, bytes may still be on their way into local memory. After the end of a link, quiet ends
+// them.
+void Engine::finish_answered(Section &s, Peer &peer) {
+    if (peer.state != Peer::State::active) return;
+    auto &fences = peer.fences_on_peer;
+    for (size_t i = 0; i < fences.size();) {
+        const FenceOnPeer &fence = fences[i];
+        const bool served = std::any_of(peer.serving.begin(), peer.serving.end(), [&](const Served *request) {
+            return fence.closing ? request->cache == fence.closing : request->epoch < fence.seq;
+        });
+        if (fence.answered_ns == 0 || served) {
+            ++i;
+            continue;
+        }
+        const FenceOnPeer done = fence;
+        fences.erase(fences.begin() + static_cast<std::ptrdiff_t>(i));
+        finish_fence(s, peer, done, ADT_OK);
+    }
+}
+
 bool Engine::answers_late(const Peer &peer, uint64_t now) {
     const uint64_t since = std::max(peer.last_heard, peer.fence_since);
     return now > since && now - since > peer.node->drain_ns;
 }
 
-// The peer is silent, but every byte it can move here passes through this engine: shut it out instead of waiting.
-void Engine::force_fences(Section &s, Peer &peer) {
+// The peer is silent, or has not finished what it said was done; but every byte that is missing passes through this
+// engine: shut it out instead of waiting.
+void Engine::force_fences(Section &s, Peer &peer, bool silent) {
     const auto found = peers_.find(peer.id);
     if (found == peers_.end()) return;
-    for (const FenceOnPeer &fence : peer.fences_on_peer) {
+    const uint64_t now = clock_.now_ns();
+    std::vector<FenceOnPeer> forced;
+    std::vector<FenceOnPeer> kept;
+    for (FenceOnPeer &fence : peer.fences_on_peer) {
+        const bool stuck = fence.answered_ns != 0 && now > fence.answered_ns + peer.node->drain_ns;
+        (silent || stuck ? forced : kept).push_back(std::move(fence));
+    }
+    peer.fences_on_peer = std::move(kept);
+    if (forced.empty()) return;
+    for (const FenceOnPeer &fence : forced) {
         if (!fence.closing) peer.min_epoch = std::max(peer.min_epoch, static_cast<uint32_t>(fence.seq));
     }
-    s.defer([this, keep = found->second, fences = std::exchange(peer.fences_on_peer, {})] {
+    s.defer([this, keep = found->second, fences = std::move(forced)] {
         for (unsigned t = 0; t < kTransportCount; ++t) {
             for (const FenceOnPeer &fence : fences) {
                 with_endpoint(keep, t,
@@ -709,7 +733,7 @@ adt_status_t Engine::host_begin_serve(void *ctx, void *link, adt_request_t *requ
     const std::lock_guard<std::mutex> lock(engine.mu_);
     const auto known = engine.peers_.find(id_of(link));
     if (known == engine.peers_.end()) return ADT_ERR_PEER_LOST;
-    const Peer &peer = *known->second;
+    Peer &peer = *known->second;
     if (peer.state != Peer::State::active) return ADT_ERR_PEER_LOST;
     if (request->epoch < peer.min_epoch) return ADT_ERR_FENCED;
     const auto found = peer.node->caches.find(request->cache_id);
@@ -726,8 +750,10 @@ adt_status_t Engine::host_begin_serve(void *ctx, void *link, adt_request_t *requ
         chunk.local = cache.tensors[chunk.remote_tensor] + chunk.remote_offset;
     }
     auto served = std::make_unique<Served>();
-    served->node = peer.node;
+    served->peer = known->second;
     served->cache = found->second;
+    served->epoch = request->epoch;
+    peer.serving.push_back(served.get());
     ++cache.serving;
     *token = served.release();
     return ADT_OK;
@@ -737,8 +763,11 @@ void Engine::host_end_serve(void *ctx, void *token) {
     Engine &engine = *static_cast<Engine *>(ctx);
     const std::unique_ptr<Served> served(static_cast<Served *>(token));
     Section s(engine);
+    Peer &peer = *served->peer;
+    peer.serving.erase(std::find(peer.serving.begin(), peer.serving.end(), served.get()));
     --served->cache->serving;
-    engine.settle_cache(s, *served->node, *served->cache);
+    engine.settle_cache(s, *peer.node, *served->cache);
+    engine.finish_answered(s, peer);
 }
 
 void Engine::host_endpoint_lost(void *ctx, void *link, adt_status_t status, const char *) {
