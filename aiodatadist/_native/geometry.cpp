@@ -2,8 +2,29 @@
 #include "geometry.hpp"
 
 #include <algorithm>
+#include <numeric>
 
 namespace adt {
+
+namespace {
+
+// The peer names the number of its blocks: beyond this, one bit a block is more memory than anybody means to spend.
+constexpr uint64_t kMostBits = uint64_t{1} << 26;
+
+// Finds the first entry that repeats an earlier one, in memory of the list's own size.
+BlockFault find_repeat(const int64_t *list, size_t count) {
+    std::vector<size_t> order(count);
+    std::iota(order.begin(), order.end(), size_t{0});
+    std::sort(order.begin(), order.end(),
+              [list](size_t a, size_t b) { return list[a] != list[b] ? list[a] < list[b] : a < b; });
+    size_t first = count;
+    for (size_t i = 1; i < count; ++i) {
+        if (list[order[i]] == list[order[i - 1]]) first = std::min(first, order[i]);
+    }
+    return first == count ? BlockFault{} : BlockFault{BlockFault::duplicate, first, list[first]};
+}
+
+}  // namespace
 
 bool valid_geometry(const adt_geometry_t &g) {
     if (g.num_tensors == 0 || g.num_blocks == 0 || g.block_bytes == 0 || g.block_stride < g.block_bytes) return false;
@@ -30,11 +51,14 @@ BlockFault make_runs(const int64_t *local, const int64_t *remote, size_t count, 
         if (static_cast<uint64_t>(remote[i]) >= remote_blocks) return {BlockFault::remote_range, i, remote[i]};
         if (i > 0 && destination[i] <= destination[i - 1]) rising = false;
     }
-    if (!rising) {
+    const uint64_t blocks = local_is_destination ? local_blocks : remote_blocks;
+    if (!rising && blocks > kMostBits) {
+        const BlockFault fault = find_repeat(destination, count);
+        if (fault.kind != BlockFault::none) return fault;
+    } else if (!rising) {
         // Kept by the thread, and cleared by walking the list again, so that a short list into a huge cache stays
         // cheap.
         static thread_local std::vector<uint64_t> seen;
-        const uint64_t blocks = local_is_destination ? local_blocks : remote_blocks;
         if (seen.size() < (blocks + 63) / 64) seen.resize((blocks + 63) / 64, 0);
         BlockFault fault;
         size_t marked = 0;

@@ -31,7 +31,7 @@ from ..observe import Counters, get_logger
 from ..types import CacheAnnounced, CacheGone, Event, LinkPath, LinkState, Notification, Role
 from . import wire
 from .peers import NativePeer, NativePeers
-from .table import Delta, LocalTable, RemoteEntry, RemoteKey, RemoteTable, wire_geometry
+from .table import Delta, LocalRecord, LocalTable, RemoteEntry, RemoteKey, RemoteTable, wire_geometry
 
 if TYPE_CHECKING:
     import asyncio
@@ -46,6 +46,8 @@ _log = get_logger()
 
 _UNSENT_MOST: Final = 256 * 1024
 """Bytes of control messages that wait for room before nothing more is put in front of them."""
+_NOTIFY_OVERHEAD: Final = 64
+"""Bytes of a message around its notification, at most."""
 _WORK_SECONDS: Final = 0.001
 """Handling received messages yields to the loop after so much time."""
 
@@ -113,7 +115,8 @@ class Link:
             self.role = None
         self.peer_listens_at = tuple(peer.listen)
         self.error: DataDistError | None = None
-        self.notify_max_bytes = peer.notify_max_bytes
+        # The peer's own numbers need not fit each other.
+        self.notify_max_bytes = min(peer.notify_max_bytes, peer.max_message - _NOTIFY_OVERHEAD)
         self._incarnation = peer.incarnation
         self._counters = counters
         self._owner = owner
@@ -424,6 +427,25 @@ class Link:
                 return True
         return False
 
+    def _export(self, record: LocalRecord) -> list[tuple[str, bytes, int]]:
+        """Return the keys of a cache for this peer, without those that are too long for it."""
+        most = min(wire.KEY_MAX_BYTES, self._channel.send_limit // 2)
+        found = []
+        for key in record.native.export_keys():
+            if key[0] not in self._session.transports:
+                continue
+            if len(key[1]) <= most:
+                found.append(key)
+                continue
+            _log.warning(
+                "a cache has too many tensors to be shared over a transport",
+                cluster_id=self.cluster_id,
+                cache_id=record.cache_id,
+                transport=key[0],
+                tensors=record.geometry.num_tensors,
+            )
+        return found
+
     async def _send_delta(self, delta: Delta) -> None:
         record = delta.record
         if record is None:
@@ -432,14 +454,12 @@ class Link:
         exported: list[wire.ExportedKey] = []
         copies: list[int] = []
         try:
+            found = self._export(record)
             # Copies, because the cache may be closed while the unix connection has no room.
-            found = []
-            for transport, data, fd in record.native.export_keys():
-                if transport in self._session.transports:
-                    if fd >= 0:
-                        fd = os.dup(fd)
-                        copies.append(fd)
-                    found.append((transport, data, fd))
+            for i, (transport, data, fd) in enumerate(found):
+                if fd >= 0:
+                    copies.append(os.dup(fd))
+                    found[i] = (transport, data, copies[-1])
             for transport, data, fd in found:
                 number = 0
                 if fd >= 0:

@@ -23,6 +23,7 @@ from ..errors import ProtocolError
 
 __all__ = [
     "HANDSHAKE_MAX_BYTES",
+    "KEY_MAX_BYTES",
     "MIN_PROTOCOL_VERSION",
     "PREAMBLE_SIZE",
     "PROTOCOL_VERSION",
@@ -58,6 +59,9 @@ MIN_PROTOCOL_VERSION: Final = 1
 PREAMBLE_SIZE: Final = 64
 HANDSHAKE_MAX_BYTES: Final = 64 * 1024
 """Longest frame before both sides have said what they accept."""
+
+KEY_MAX_BYTES: Final = 1024 * 1024
+"""Longest key of a cache; that of shm takes 8 bytes a tensor."""
 
 ID_SIZE: Final = 16
 """Bytes of incarnations, session tokens and nonces."""
@@ -330,7 +334,7 @@ class ExportedKey(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     transport: _Name
-    data: Annotated[bytes, msgspec.Meta(max_length=4096)]
+    data: Annotated[bytes, msgspec.Meta(max_length=KEY_MAX_BYTES)]
     fd: _U64 = 0
 
 
