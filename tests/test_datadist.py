@@ -36,7 +36,15 @@ from aiodatadist.errors import (
     WrongLoopError,
 )
 from aiodatadist.observe import PendingOperation
-from aiodatadist.types import BlocksCacheKey, CacheKeyByIdAndIndex, ClusterInfo, LinkState, LinkStateChanged, Role
+from aiodatadist.types import (
+    BlocksCacheKey,
+    CacheDesc,
+    CacheKeyByIdAndIndex,
+    ClusterInfo,
+    LinkState,
+    LinkStateChanged,
+    Role,
+)
 
 from .peers import spawn
 
@@ -283,6 +291,49 @@ async def test_two_closings_at_once() -> None:
         await b.link(info(a))
         await asyncio.gather(b.aclose(), b.aclose(), b.wait_closed(), b.aclose(5.0))
         assert b._center.state.name == "CLOSED"
+
+
+@pytest.mark.parametrize("turns", [1, 3, 8])
+async def test_an_abort_ends_a_closing_that_runs(turns: int) -> None:
+    async with DataDist(1, listen=LISTEN) as a:
+        theirs = a.cache_manager.register_blocks_cache([np.ones((64, 1 << 20), np.uint8)], key=BlocksCacheKey(1))
+        await theirs.ready()
+        b = await DataDist(2).open()
+        cache = b.cache_manager.register_blocks_cache([np.zeros((64, 1 << 20), np.uint8)])
+        await cache.ready()
+        await b.link(info(a))
+        pulls = [b.cache_manager.pull_blocks(BlocksCacheKey(1), cache, range(64), range(64)) for _ in range(4)]
+        closings = [asyncio.ensure_future(closing) for closing in (b.aclose(), b.aclose(5.0), b.wait_closed())]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        b.abort()
+        assert await asyncio.gather(*closings) == [None] * 3
+        assert all(pull.done() for pull in pulls)
+        await asyncio.gather(*pulls, return_exceptions=True)
+        assert cache.tensors == ()
+
+
+async def test_a_closed_datadist_that_is_still_held_holds_no_library_memory() -> None:
+    def memory_files() -> int:
+        found = 0
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                found += os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:")
+        return found
+
+    gc.collect()
+    before = memory_files()
+    gc.disable()
+    try:
+        async with DataDist(1, listen=LISTEN) as a, DataDist(2) as b:
+            cache = a.cache_manager.allocate_blocks_cache(CacheDesc(1, (8, 64), "int8"), key=BlocksCacheKey(1))
+            await cache.ready()
+            await b.link(info(a))
+            assert memory_files() > before
+        await until(lambda: memory_files() <= before)
+        assert a._center.state.name == "CLOSED"
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 3, 5, 8])

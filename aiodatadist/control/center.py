@@ -328,10 +328,10 @@ class Center:
             self._finish()
 
     async def _until(self, reached: Callable[[], bool]) -> None:
-        """Wait until the engine's state is what is wanted."""
+        """Wait until the engine's state is what is wanted, or an abort meanwhile has ended everything."""
         self._watch.add_listener(self._nudge)
         self._schedule_recheck()
-        while not reached():
+        while self.state is State.CLOSING and not reached():
             waiter = self.runtime.future()
             self._waiting.append(waiter)
             try:
@@ -371,6 +371,7 @@ class Center:
         self._watch.remove_listener(self._nudge)
         self._watch.release()
         self._engine.release()
+        self.table.clear()  # a closed DataDist that is still held must not hold library memory
 
     async def wait_closed(self) -> None:
         """Wait until nothing of this DataDist is left; see `DataDist.wait_closed`."""

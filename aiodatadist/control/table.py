@@ -108,6 +108,10 @@ class LocalTable:
         for feed in tuple(self._feeds):
             feed._changed(Delta(self.version, cache_id, None))
 
+    def clear(self) -> None:
+        """Let go of all caches, when no link is left to hear of it."""
+        self._records.clear()
+
     def feed(self, wake: Callable[[], None]) -> TableFeed:
         """Open a feed that begins with all present caches.
 
