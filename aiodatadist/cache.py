@@ -30,8 +30,10 @@ from .errors import (
     CacheNotFound,
     ClosedError,
     DataDistError,
+    LinkError,
     MemoryStillExposed,
     NotLinkedError,
+    PeerLostError,
     RegistrationError,
     TransferTimeout,
 )
@@ -772,13 +774,23 @@ class CacheManager:
                 hint="send a reference, or raise notify_max_bytes",
             )
         # Not the manager itself: a transfer must not keep its DataDist from being dropped.
-        runtime, waiting = self._dd._center.runtime, self._waiting
+        runtime, waiting, weak = self._dd._center.runtime, self._waiting, self._weak
         until = runtime.now() + seconds
+
+        def why(told: asyncio.Future[None]) -> BaseException | None:
+            """Say the end of a link as transfers say it that are still in the engine."""
+            error = told.exception()
+            if not isinstance(error, LinkError) or isinstance(error, PeerLostError):
+                return error
+            manager = weak()
+            if manager is None or manager._dd._thread_id != manager._dd._center.thread_id:
+                return ClosedError("the DataDist was closed", peer=error.peer)
+            return PeerLostError(error.message, peer=error.peer, hint=error.hint)
 
         def then(transfer: Transfer[Any]) -> None:
             told = entry.link.post_notification(payload)
             if told.done():
-                transfer._told(told.exception())
+                transfer._told(why(told))
                 return
             waiting[transfer] = ("waiting for the peer to read its notifications", runtime.now())
             # No deadline of the engine's is left; few transfers ever wait for a credit.
@@ -802,7 +814,7 @@ class CacheManager:
                 waiting.pop(transfer, None)
                 if timer is not None:
                     timer.cancel()
-                transfer._told(asyncio.CancelledError() if done.cancelled() else done.exception())
+                transfer._told(asyncio.CancelledError() if done.cancelled() else why(done))
 
             told.add_done_callback(end)
 
