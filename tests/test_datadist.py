@@ -257,6 +257,32 @@ async def test_closing_lets_running_transfers_end(transport: str) -> None:
         assert (mine[0] == 5).all()
 
 
+@pytest.mark.parametrize("stage", ["registering", "landed"])
+@TRANSPORTS
+async def test_closing_lets_transfers_end_that_the_engine_does_not_have(transport: str, stage: str) -> None:
+    shape = (16, 1 << 19)  # short ones over tcp are received by the loop itself
+    there, here = np.full(shape, 5, np.uint8), np.zeros(shape, np.uint8)
+    async with DataDist(1, listen=LISTEN, config=config(transport, inline_bytes=0)) as a:
+        theirs = a.cache_manager.register_blocks_cache([there], key=BlocksCacheKey(1))
+        await theirs.ready()
+        async with DataDist(2, config=config(transport, inline_bytes=0)) as b:
+            await b.link(info(a))
+            cache = b.cache_manager.register_blocks_cache([here])
+            if stage == "landed":
+                await cache.ready()
+            pull = b.cache_manager.pull_blocks(BlocksCacheKey(1), cache, range(16), range(16), notify=b"all")
+            if stage == "landed":
+                end = time.monotonic() + 10
+                while b._node.pending():  # blocks the loop, so that nobody hears of the end
+                    assert time.monotonic() < end
+                    time.sleep(0.001)
+            assert not pull.done()
+        assert await pull is None
+        assert (here == 5).all()
+        async with asyncio.timeout(10):
+            assert (await anext(a.notifications())).payload == b"all"
+
+
 @TRANSPORTS
 async def test_abort_ends_everything_at_once(transport: str) -> None:
     async with DataDist(1, listen=LISTEN, config=config(transport)) as a:

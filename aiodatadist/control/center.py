@@ -280,7 +280,8 @@ class Center:
             with Deadline(timeout) as limit:
                 self._reception.close()
                 self.links.stop_linking()
-                await self._until(lambda: not self.node.pending())
+                # Counted, for the engine knows neither those that wait for their cache nor those still to be told.
+                await self._until(lambda: not self.node.pending() and not self.links.unended())
                 await self.links.unlink_all()
                 await self._until(self.node.quiet)
             if limit.expired:

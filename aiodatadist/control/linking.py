@@ -239,6 +239,10 @@ class LinkManager:
     def _granted(self, cluster_id: int) -> int:
         return max(0, self.own.config.notify_credits - self.inbox.unread(cluster_id))
 
+    def unended(self) -> int:
+        """Return how many transfers of all peers have not ended."""
+        return sum(slot.counters.pending for slot in self._slots.values())
+
     def counted(self) -> Counters:
         """Return the counts of all peers, summed up."""
         total = Counters()
