@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import builtins
+import codeop
 import contextlib
 import doctest
 import importlib
@@ -179,6 +180,26 @@ def test_the_code_of_documents_runs(document: str, tmp_path: Path) -> None:
     # By another way of counting, so that a fence that is not understood is not just gone.
     fences = re.findall(r"^[ \t]*[`~]{3,}[ \t]*(?:py|python|python3|pycon)\b", (ROOT / document).read_text(), re.M)
     assert len(session.ran) == len(fences) > 0
+
+
+def test_the_guide_can_be_followed_at_a_prompt() -> None:
+    """Line by line, as it says: a prompt takes an empty line for the end of a compound statement, and needs it."""
+    compiler = codeop.CommandCompiler()
+    compiler.compiler.flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    blocks = blocks_of("docs/guide.md", (ROOT / "docs/guide.md").read_text())
+    session = [block for block in blocks if block.language == "python" and not block.name]
+    assert len(session) > 20
+    for block in session:
+        typed: list[str] = []
+        for number, line in enumerate([*block.text.splitlines(), ""], block.line):
+            typed.append(line)
+            try:
+                whole = compiler("\n".join(typed), "<prompt>")
+            except SyntaxError as error:
+                pytest.fail(f"{block.document}:{number}: {error}", pytrace=False)
+            if whole is not None:
+                typed = []
+        assert not typed, block
 
 
 def test_the_shell_commands_of_documents_exist() -> None:
