@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
+from . import _core
 from ._loop import Runtime
 from .cache import DEFAULT_TIMEOUT, CacheManager, Timeout, seconds_of
 from .config import Config
@@ -25,7 +26,6 @@ from .types import Address, ClusterInfo, Role, as_integer, parse_address
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from . import _core
     from .control.events import EventStream, NotificationStream
     from .control.links import Link
     from .control.table import LocalTable
@@ -139,11 +139,18 @@ class DataDist:
         ------
         ClosedError
             It was opened before. Make a new one instead.
+        ForkedError
+            This process was forked after its parent had opened one.
         TransportError
             The address cannot be listened on, or no transport of the config works here.
         """
         if self._center.state is not State.NEW:
             raise ClosedError(f"this DataDist is {self._center.state.value}", hint="make a new one; each opens once")
+        if _core.forked():
+            raise ForkedError(
+                "this process was forked after its parent had opened a DataDist, whose native threads are not here",
+                hint="start workers with spawn, or fork before opening",
+            )
         await self._center.open()
         self._thread_id = self._center.thread_id
         self._links = self._center.links.ready

@@ -493,6 +493,27 @@ async def test_a_forked_child_is_inert(transport: str) -> None:
         await a.fence(2)
 
 
+async def test_a_forked_child_cannot_open_one_of_its_own() -> None:
+    read, write = os.pipe()
+    async with DataDist(1):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            try:
+                DataDist(2).open().send(None)  # without the loop, whose descriptors are the parent's
+            except BaseException as error:
+                os.write(write, f"{type(error).__name__}: {error}".encode())
+            finally:
+                os._exit(0)
+        os.close(write)
+        os.waitpid(pid, 0)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    assert said.startswith("ForkedError: ")
+    assert "spawn" in said
+
+
 def test_loops_one_after_the_other_in_one_thread() -> None:
     async def use(dd: DataDist) -> None:
         with pytest.raises(WrongLoopError):
