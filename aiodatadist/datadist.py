@@ -231,7 +231,9 @@ class DataDist:
         if state is State.OPEN:
             self._check_loop()
         elif state is State.FORKED:
-            raise ForkedError(f"{self!r} belongs to the parent process", hint="open a DataDist of its own in the child")
+            raise ForkedError(
+                f"{self!r} belongs to the parent process", hint="start workers with spawn, or fork before opening"
+            )
         else:
             hint = "use async with, or await open()" if state is State.NEW else None
             raise ClosedError(f"this DataDist is {state.value}", hint=hint)

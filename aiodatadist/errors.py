@@ -266,7 +266,7 @@ class WrongLoopError(UsageError):
 
 
 class ForkedError(UsageError):
-    """A DataDist was used in a forked child. It belongs to the parent; the child opens its own."""
+    """A DataDist was used in a forked child. It belongs to the parent, and the child can open none."""
 
 
 # Links. -----------------------------------------------------------------------------------------------------

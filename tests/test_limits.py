@@ -13,6 +13,7 @@ import aiodatadist as adt
 from aiodatadist import _core
 from aiodatadist.control import handshake, wire
 
+from .engine_rig import ENDED, FENCE, PONG, PROTOCOL, Hand, hand, message
 from .pairs import OWNER, linked, pattern
 
 KEY = adt.BlocksCacheKey(OWNER)
@@ -90,3 +91,82 @@ def test_repeats_are_found_without_memory_for_each_block_that_a_peer_names(block
         _core.checked_blocks(_core.WRITE, sources, blocks, here, there)
     assert fault in str(raised.value)
     assert "twice" in str(raised.value)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 8])
+@pytest.mark.parametrize("transports", [("shm", "tcp"), ("tcp",)])
+async def test_connections_for_short_requests_come_beside_those_asked_for(
+    monkeypatch: pytest.MonkeyPatch, transports: tuple[str, ...], number: int
+) -> None:
+    """The engine takes two of three or more for short requests, so there must be two more."""
+    opened = []
+    open_connections = handshake.Handshaker._open_connections
+
+    async def watched(self: handshake.Handshaker, session: handshake.Session, token: bytes, count: int) -> None:
+        opened.append(count)
+        await open_connections(self, session, token, count)
+
+    monkeypatch.setattr(handshake.Handshaker, "_open_connections", watched)
+    config = {"tcp_connections": number}
+    async with linked(*transports, owner=config, user=config):
+        assert [count - 2 if count >= 3 else count for count in opened] == [number]
+
+
+# --- a peer that floods --------------------------------------------------------------------------------
+
+ROUND = 2048
+
+
+def flood(h: Hand, messages: list[bytes]) -> None:
+    """Send messages on the engine connection while the node's loop is blocked; stops if the node ends the link."""
+    for i in range(0, len(messages), ROUND):
+        try:
+            h.say(b"".join(messages[i : i + ROUND]))
+        except ConnectionError:
+            return
+        for _ in range(ROUND // 1024 + 1):
+            h.engine.step(1)
+        h.listen()
+
+
+def drained(h: Hand) -> int:
+    total = 0
+    while count := h.ring.drain():
+        total += count
+    return total
+
+
+@pytest.mark.sanitize
+def test_a_busy_loop_is_not_flooded_with_ends() -> None:
+    with hand("step") as h:
+        flood(h, [message(ENDED, status=-6, a=i) for i in range(80_000)])
+        assert 1000 < drained(h) <= 1 << 16
+        h.say(message(ENDED, status=-6, a=1))
+        h.run(lambda: h.side.events[-1].token == 1)
+
+
+@pytest.mark.sanitize
+def test_pongs_that_nobody_asked_for_are_no_events() -> None:
+    with hand("step") as h:
+        token = h.side.to_peer.ping()
+        flood(h, [message(PONG, a=i) for i in (token + 1, 2**64 - 1, token, token, token)])
+        assert drained(h) == 1
+        assert [event.token for event in h.side.events] == [token]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("step", [1, -1, 2, -2])
+def test_caches_that_a_peer_closes(step: int) -> None:
+    """All numbers in turn take no room; every other one is a flood."""
+    numbers = range(200_000, 1000, step) if step < 0 else range(1000, 200_000, step)
+    with hand("step") as h:
+        flood(h, [message(FENCE, flags=1, a=1, b=number) for number in numbers])
+        if abs(step) == 2:
+            assert h.lost() == PROTOCOL
+            return
+        assert not h.side.seen(_core.EVENT_PEER_LOST)
+        for closed in (numbers[0], numbers[-1], numbers[500]):
+            with pytest.raises(adt.CacheNotFound):
+                h.side.to_peer.import_cache(closed, (1, 1, 8, 8), [("tcp", b"", -1)])
+        for live in (min(numbers) - 1, max(numbers) + 1):
+            assert h.side.to_peer.import_cache(live, (1, 1, 8, 8), [("tcp", b"", -1)]).id == live

@@ -48,7 +48,8 @@ namespace {
 // bytes.
 constexpr uint64_t kShortBytes = 64 * 1024;
 constexpr std::chrono::milliseconds kLastGoodbyes{200};
-constexpr size_t kSpare = 64;  // batches kept for the next transfer
+constexpr size_t kCrowded = 65536;  // events that wait for one loop
+constexpr size_t kSpare = 64;       // batches kept for the next transfer
 
 struct Shared {
     std::mutex mu;
@@ -89,6 +90,11 @@ void Ring::wake() {
     const uint64_t one = 1;
     // Cannot fail for want of room: the counter is read before each arming.
     [[maybe_unused]] const ssize_t n = ::write(fd_.get(), &one, sizeof(one));
+}
+
+bool Ring::crowded() {
+    const std::lock_guard<std::mutex> lock(mu_);
+    return waiting_.size() >= kCrowded;
 }
 
 void Ring::expect_take() {

@@ -13,6 +13,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <iterator>
 #include <list>
 #include <map>
 #include <memory>
@@ -68,7 +69,8 @@ class Ring : Counted<Live::ring> {
     // Moves everything that waits into `out` and arms: a push after this call writes the descriptor again, and
     // since both happen under one lock no completion can fall between the last look and the arming.
     void take(std::vector<Event> &out);
-    void wake();  // makes the descriptor readable once more
+    void wake();     // makes the descriptor readable once more
+    bool crowded();  // so much waits that what only informs is left out: peers must not fill the memory of a busy loop
     // The caller is about to take: pushes until then need not wake it.
     void expect_take();
 
@@ -197,6 +199,31 @@ struct WireMessage {
 };
 static_assert(sizeof(WireMessage) == 32, "the wire format has no padding");
 
+// Numbers that come and never go, kept as runs: an owner counts its caches up, so a few runs hold all that it closed.
+class NumberSet {
+  public:
+    bool contains(uint64_t number) const {
+        const auto after = runs_.upper_bound(number);
+        return after != runs_.begin() && number <= std::prev(after)->second;
+    }
+    void insert(uint64_t number) {
+        if (contains(number)) return;
+        uint64_t last = number;
+        const auto after = runs_.upper_bound(number);
+        if (after != runs_.end() && after->first - 1 == number) last = after->second;
+        if (after != runs_.begin() && std::prev(after)->second + 1 == number) {
+            std::prev(after)->second = last;
+        } else {
+            runs_.emplace_hint(after, number, last);
+        }
+        if (last != number) runs_.erase(after);
+    }
+    size_t runs() const { return runs_.size(); }
+
+  private:
+    std::map<uint64_t, uint64_t> runs_;  // first to last
+};
+
 // A fence that the peer asked for: acknowledged when no earlier operation of ours on its memory is left.
 struct FenceFromPeer {
     uint64_t seq;
@@ -246,7 +273,8 @@ struct Peer : Counted<Live::peer> {
     uint32_t min_epoch = 0;                            // requests older than this are refused (a fence ended by force)
     uint32_t fence_seq = 0;
     std::unordered_multimap<uint64_t, std::weak_ptr<RemoteCache>> imports;  // one cache may be imported repeatedly
-    std::unordered_set<uint64_t> closed_caches;                             // ids never come back
+    NumberSet closed_caches;                                                // ids never come back
+    std::unordered_set<uint64_t> pings;                                     // tokens that the peer has not sent back
     std::vector<FenceFromPeer> fences_from_peer;
     std::vector<FenceOnPeer> fences_on_peer;
     std::vector<const Served *> serving;
@@ -443,7 +471,7 @@ class Engine : Counted<Live::engine> {
     void read_wire(Section &s, Peer &peer);
     void handle(Section &s, Peer &peer, const WireMessage &message);
     void take_over(Section &s, Peer &peer);
-    void answer_fences(Section &s, Peer &peer);
+    void answer_fences(Section &s, Peer &peer, size_t from = 0);
     void start_fence(Section &s, Peer &peer, uint64_t token, std::shared_ptr<LocalCache> closing);
     void finish_fence(Section &s, Peer &peer, const FenceOnPeer &fence, adt_status_t status);
     void finish_answered(Section &s, Peer &peer);

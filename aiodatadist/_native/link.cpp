@@ -21,6 +21,7 @@ constexpr uint8_t kClosing = 1;                  // flags of Say::fence
 constexpr int kMessagesATurn = 1024;             // read of one peer before others, and other threads, get the lock
 constexpr size_t kMaxUnsent = size_t{16} << 20;  // a peer that asks and never reads must not fill our memory
 constexpr size_t kMaxFences = 65536;
+constexpr size_t kMaxRuns = 65536;  // of numbers of caches that a peer closed
 constexpr uint64_t kLeastLimit = 1'000'000;
 
 // What transports call a link: its id, since ids are never used twice and addresses are.
@@ -181,7 +182,7 @@ adt_status_t Engine::import_cache(const std::shared_ptr<Peer> &peer, uint64_t ca
     }
     const auto refused = [&] {
         if (peer->state != Peer::State::active) return ADT_ERR_PEER_LOST;
-        return peer->closed_caches.count(cache_id) != 0 ? ADT_ERR_NOT_FOUND : ADT_OK;
+        return peer->closed_caches.contains(cache_id) ? ADT_ERR_NOT_FOUND : ADT_OK;
     };
     adt_status_t status = ADT_OK;
     {
@@ -497,7 +498,7 @@ void Engine::handle(Section &s, Peer &peer, const WireMessage &message) {
             send(s, peer, {static_cast<uint8_t>(Say::pong), 0, 0, 0, message.a, 0, 0});
             return;
         case Say::pong: {
-            if (message.a == 0) return;
+            if (peer.pings.erase(message.a) == 0) return;  // nobody waits for it
             Event event;
             event.kind = EventKind::pong;
             event.node = peer.node->id;
@@ -507,6 +508,7 @@ void Engine::handle(Section &s, Peer &peer, const WireMessage &message) {
             return;
         }
         case Say::ended: {
+            if (peer.node->ring->crowded()) return;
             Event event;
             event.kind = EventKind::transfer_ended;
             event.status = message.status;
@@ -523,6 +525,7 @@ void Engine::handle(Section &s, Peer &peer, const WireMessage &message) {
             peer.epoch = std::max(peer.epoch, static_cast<uint32_t>(message.a));
             if ((message.flags & kClosing) != 0) {
                 peer.closed_caches.insert(message.b);
+                if (peer.closed_caches.runs() > kMaxRuns) break;
                 const auto [first, last] = peer.imports.equal_range(message.b);
                 for (auto at = first; at != last; ++at) close_remote(s, at->second);
                 peer.imports.erase(first, last);
@@ -530,7 +533,7 @@ void Engine::handle(Section &s, Peer &peer, const WireMessage &message) {
             if (peer.fences_from_peer.size() >= kMaxFences) break;
             peer.fences_from_peer.push_back({message.a, message.b});
             take_over(s, peer);
-            answer_fences(s, peer);
+            answer_fences(s, peer, peer.fences_from_peer.size() - 1);
             return;
         case Say::fence_done: {
             const auto found = std::find_if(peer.fences_on_peer.begin(), peer.fences_on_peer.end(),
@@ -568,6 +571,7 @@ uint64_t Engine::ping(const std::shared_ptr<Peer> &peer) {
     if (in_forked_child()) return 0;
     Section s(*this);
     const uint64_t token = next_id_++;
+    peer->pings.insert(token);
     send(s, *peer, {static_cast<uint8_t>(Say::ping), 0, 0, 0, token, 0, 0});
     return token;
 }
@@ -642,9 +646,9 @@ void Engine::finish_fence(Section &s, Peer &peer, const FenceOnPeer &fence, adt_
     emit(*peer.node, event);
 }
 
-void Engine::answer_fences(Section &s, Peer &peer) {
+void Engine::answer_fences(Section &s, Peer &peer, size_t from) {
     auto &fences = peer.fences_from_peer;
-    for (size_t i = 0; i < fences.size();) {
+    for (size_t i = from; i < fences.size();) {
         const FenceFromPeer fence = fences[i];
         const bool busy = peer.inline_active > 0 || std::any_of(peer.ops.begin(), peer.ops.end(), [&](const Op *op) {
                               return op->epoch < fence.seq && (fence.cache == 0 || op->remote->id == fence.cache);

@@ -57,7 +57,7 @@ _SHM: Final = "shm"
 _TCP: Final = "tcp"
 
 SHORT_CONNECTIONS: Final = 2
-"""Data connections for short requests beside the bulk ones, one for each side's, on links without shm."""
+"""Data connections for short requests beside the bulk ones, one for each side's; none beside shm and one or two."""
 
 M = TypeVar("M", bound=wire.Message)
 
@@ -535,7 +535,8 @@ class Handshaker:
             channel.send(why.message())
             raise refusal_error(why.kind, why.reason, why.status, cluster_id) from None
         count = agreed.data_connections if _TCP in session.transports else 0
-        if count and _SHM not in session.transports:
+        # Beside shm two do without; of more the engine keeps two for short requests whatever else there is.
+        if count and (_SHM not in session.transports or count > SHORT_CONNECTIONS):
             count += SHORT_CONNECTIONS
         channel.send(wire.Agree(transports=list(session.transports), data_connections=count))
         session.stage = "opening engine and data connections"
