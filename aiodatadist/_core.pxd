@@ -141,6 +141,7 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
         int pidfd
         cbool process_vm
         cbool dialed
+        cbool exposed
         uint64_t peer_limit_ns
         cbool *use
 
@@ -173,6 +174,7 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
             const shared_ptr[CNode] &node, const CConnectRequest &request, shared_ptr[CPeer] &out,
             string &error) except +
         void disconnect(const shared_ptr[CPeer] &peer, adt_status_t status) except +
+        cbool expose(const shared_ptr[CPeer] &peer) except +
         uint64_t fence(const shared_ptr[CPeer] &peer) except +
         uint64_t ping(const shared_ptr[CPeer] &peer) except +
         int loop_fd(const shared_ptr[CPeer] &peer) except +

@@ -374,11 +374,12 @@ cdef class Node:
         let_go_node(self.node)
 
     def connect(self, int engine_fd, data_fds, *, int pid, int pidfd, bint process_vm, transports, bint dialed=False,
-                double peer_limit=0.0):
+                double peer_limit=0.0, bint exposed=True):
         """Start the native side of a link. Takes over every descriptor, whatever comes of it.
 
         Of three or more data connections the last two are for short requests: the dialing side's, then the other's.
-        `peer_limit` is the silence in seconds that the peer bears; 0: as long as this side.
+        `peer_limit` is the silence in seconds that the peer bears; 0: as long as this side. Unless `exposed`, a peer of
+        this host counts as able to touch local memory only from `Peer.expose` on.
         """
         cdef CConnectRequest request
         cdef shared_ptr[CPeer] peer
@@ -388,6 +389,7 @@ cdef class Node:
         request.pid = pid if "shm" in transports else 0
         request.process_vm = process_vm
         request.dialed = dialed
+        request.exposed = exposed
         # The peer's own word: no number is above suspicion.
         request.peer_limit_ns = <uint64_t>(peer_limit * 1e9) if 0 < peer_limit < 1e9 else 0
         try:
@@ -577,6 +579,10 @@ cdef class Peer:
         useful = self.node.engine.get().loop_progress(self.peer)
         self.node.ring.drain()
         return useful
+
+    def expose(self):
+        """Call before the peer gets its first key. False: the link is over, and it must not get one."""
+        return self.node.engine.get().expose(self.peer)
 
     def disconnect(self, int status):
         """End the link: operations end with `status`, and EVENT_PEER_QUIET follows."""

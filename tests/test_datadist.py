@@ -620,12 +620,15 @@ async def test_a_peer_whose_python_blocks_stays_linked(transport: str) -> None:
         await dd.fence(1)
 
 
-@TRANSPORTS
+@pytest.mark.parametrize("transport", ["shm", "shm, nothing shared", "tcp"])
 async def test_a_silent_peer_is_lost_at_the_limit(transport: str) -> None:
     async with (
         spawn(1, transports=config(transport).transports, heartbeat_limit=0.5) as peer,
         DataDist(2, config=config(transport, heartbeat_limit=0.5)) as dd,
     ):
+        if transport == "shm":
+            cache = dd.cache_manager.register_blocks_cache([np.zeros((4, 8))])
+            await cache.ready()
         link = await dd.link(peer.info)
         peer.stop()
         await until(lambda: not dd.links)

@@ -431,6 +431,7 @@ async def test_connections_need_the_token_and_it_is_good_once() -> None:
             await closed_by_peer(await dial(a.listen_address, preamble))
         channel.send(wire.Agree(transports=["tcp"], data_connections=1))
         data = await dial(a.listen_address, wire.Preamble(wire.ConnectionKind.DATA, 0, reply.token))
+        channel.send(wire.Attached())
         await channel.expect(wire.Attached)
         replayed = await dial(a.listen_address, engine)
         await closed_by_peer(replayed)
@@ -460,17 +461,20 @@ async def test_a_client_that_dies_leaves_nothing(when: str) -> None:
             channel.send(wire.Agree(transports=["tcp"], data_connections=1))
         if when == "before Ready":
             others += await open_connections(a, reply)
+            channel.send(wire.Attached())
             await channel.expect(wire.Attached)
         for one in (channel, *others):
             one.close()
         await until_idle(a)
 
 
-async def test_a_client_that_speaks_out_of_turn() -> None:
+@pytest.mark.parametrize("messages", [[wire.Ready()], [wire.Attached(), wire.Ready()], [wire.Attached()] * 2])
+async def test_a_client_that_speaks_out_of_turn(messages: list[wire.Message]) -> None:
     async with DataDist(1, listen=LISTEN, config=QUICK) as a:
         channel, _ = await greet(a)
         channel.send(wire.Agree(transports=["tcp"], data_connections=1))
-        channel.send(wire.Ready())
+        for message in messages:
+            channel.send(message)
         await closed_by_peer(channel, 1.0)
         await until_idle(a)
 
@@ -481,11 +485,42 @@ async def test_a_client_that_never_gets_ready_is_given_up() -> None:
         channel, reply = await greet(a)
         channel.send(wire.Agree(transports=["tcp"], data_connections=1))
         others = await open_connections(a, reply)
+        channel.send(wire.Attached())
         await channel.expect(wire.Attached)
         await closed_by_peer(channel)
         for one in others:
             one.close()
         await until_idle(a)
+
+
+async def test_a_listener_that_sends_its_table_before_its_engine_is_there() -> None:
+    async def script(channel: Channel) -> None:
+        await channel.expect(wire.Hello)
+        channel.send(wire.HelloReply(token=bytes(16), **identity(7)))
+        await channel.expect(wire.Agree)
+        channel.send(wire.TableEnd(version=0))
+        await channel.receive()
+        await channel.receive()
+
+    async with fake_peer(script) as address, DataDist(2, config=TCP) as b:
+        with pytest.raises(ProtocolError, match="before its engine was there"):
+            await b.link(ClusterInfo(7, address))
+        await until_idle(b)
+
+
+async def test_a_listener_that_refuses_at_the_end() -> None:
+    async def script(channel: Channel) -> None:
+        await channel.expect(wire.Hello)
+        channel.send(wire.HelloReply(token=bytes(16), **identity(7)))
+        await channel.expect(wire.Agree)
+        channel.send(wire.Refused(kind="busy", reason="out of descriptors", status=0))
+        await channel.receive()
+        await channel.receive()
+
+    async with fake_peer(script) as address, DataDist(2, config=TCP) as b:
+        with pytest.raises(LinkRefusedError, match="out of descriptors"):
+            await b.link(ClusterInfo(7, address))
+        await until_idle(b)
 
 
 # The same host. ---------------------------------------------------------------------------------------------

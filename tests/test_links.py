@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import gc
 import os
+import random
+import warnings
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,6 +23,7 @@ from aiodatadist.datadist import DataDist
 from aiodatadist.errors import (
     ArgumentError,
     ArgumentTypeError,
+    ClosedError,
     DataDistError,
     LinkError,
     LinkRefusedError,
@@ -219,6 +222,65 @@ async def test_many_nodes_link_each_other_all_at_once() -> None:
         for one in nodes:
             assert set(one.links) == {other.cluster_id for other in nodes if other is not one}
             assert all(link.state is LinkState.READY for link in one.links.values())
+
+
+@pytest.mark.seeds(25)
+async def test_t5_however_linking_and_unlinking_interleave_it_ends_well(seed: int) -> None:
+    """faults.md T5: no order of links, unlinks, cancels, deadlines, breaks and crashes leaves anybody waiting."""
+    rng = random.Random(seed)
+    config = Config(transports=rng.choice(TRANSPORTS), link_timeout=5.0)
+    nodes: list[DataDist] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nodes += [await DataDist(number, listen=LISTEN, config=config).open() for number in range(3)]
+        addresses = [node.listen_address for node in nodes]
+        running: list[asyncio.Future[Any]] = []
+        for _ in range(60):
+            me, other = rng.sample(range(3), 2)
+            node, peer = nodes[me], ClusterInfo(other, addresses[other])
+            match rng.choice(["link"] * 5 + ["unlink", "unlink", "force", "short", "break", "cancel", "restart"]):
+                case "link":
+                    running.append(node.link(peer))
+                case "unlink":
+                    running.append(node.unlink(peer))
+                case "force":
+                    running.append(node.unlink(peer, force=True))
+                case "short":
+                    running.append(node.link(peer, timeout=rng.choice([1e-6, 0.001, 0.003])))
+                case "break":
+                    if other in node.links:
+                        node.links[other]._channel.stream.close()
+                case "cancel":
+                    if running:
+                        rng.choice(running).cancel()
+                case "restart" if rng.random() < 0.5:
+                    node.abort()
+                    await node.wait_closed()
+                    nodes[me] = await DataDist(me, listen=addresses[me], config=config).open()
+            for _ in range(rng.choice([0, 0, 1, 3, 10, 30])):
+                await asyncio.sleep(0)
+        results = await asyncio.gather(*running, return_exceptions=True)
+        allowed = (type(None), links.Link, LinkError, ClosedError, asyncio.CancelledError)
+        assert all(isinstance(result, allowed) for result in results), results
+        assert not any("missed its deadline of 5" in str(result) for result in results), results
+        assert all(not node.dump() for node in nodes)
+        for one in nodes:
+            for other_node in nodes:
+                if one is not other_node:
+                    # The other side may be learning that it has lost a link; then this one ends, and is made again.
+                    await until_linked(one, other_node)
+        for node in nodes:
+            await node.aclose(5.0)
+            assert len(node._center.peers) == 0
+
+
+async def until_linked(one: DataDist, other: DataDist) -> None:
+    with anyio.fail_after(10):
+        while True:
+            link = await one.link(info(other))
+            await one.fence(other.cluster_id)
+            if link.state is LinkState.READY:
+                return
 
 
 async def test_linking_oneself(two: list[DataDist]) -> None:

@@ -253,7 +253,8 @@ struct Peer : Counted<Live::peer> {
     std::shared_ptr<Node> node;
     Fd wire;
     Fd pidfd;
-    bool exposed = false;  // the peer's process can touch local memory by itself
+    bool same_host = false;
+    bool exposed = false;  // the peer's process can touch local memory by itself: same host, and it may have a key
     std::array<adt_endpoint_h, kTransportCount> endpoints{};
     std::array<Lane, kTransportCount> lanes;
     // under Engine::mu_
@@ -346,6 +347,7 @@ struct ConnectRequest {
     int pidfd = -1;
     bool process_vm = false;
     bool dialed = false;
+    bool exposed = true;         // false: the peer gets its first key after `expose`
     uint64_t peer_limit_ns = 0;  // the silence that the peer bears; 0: as long as this side
     std::array<bool, kTransportCount> use{};
 };
@@ -389,6 +391,8 @@ class Engine : Counted<Live::engine> {
     adt_status_t connect(const std::shared_ptr<Node> &node, const ConnectRequest &request, std::shared_ptr<Peer> &out,
                          std::string &error);
     void disconnect(const std::shared_ptr<Peer> &peer, adt_status_t status);
+    // Before the peer gets its first key. False: the link is over, and it must not get one.
+    bool expose(const std::shared_ptr<Peer> &peer);
     uint64_t fence(const std::shared_ptr<Peer> &peer);
     uint64_t ping(const std::shared_ptr<Peer> &peer);
     // A duplicate of the descriptor on which the loop may wait for short answers, or -1; the caller closes it.

@@ -262,7 +262,8 @@ adt_status_t Engine::connect(const std::shared_ptr<Node> &node, const ConnectReq
         return ADT_ERR_INVALID;
     }
     peer->node = node;
-    peer->exposed = request.pid > 0;
+    peer->same_host = request.pid > 0;
+    peer->exposed = peer->same_host && request.exposed;
     peer->shorter_limit_ns = node->heartbeat_limit_ns;
     // The peer names its limit, and the timer comes again after a fraction of it: at nearly 0 it would never rest.
     if (request.peer_limit_ns > 0) {
@@ -322,6 +323,14 @@ adt_status_t Engine::connect(const std::shared_ptr<Node> &node, const ConnectReq
     add_timer(clock_.now_ns() + peer->shorter_limit_ns / 4, TimerKind::heartbeat, peer->id);
     out = std::move(peer);
     return ADT_OK;
+}
+
+bool Engine::expose(const std::shared_ptr<Peer> &peer) {
+    if (in_forked_child()) return false;
+    const std::lock_guard<std::mutex> lock(mu_);
+    if (peer->state != Peer::State::active) return false;
+    peer->exposed = peer->same_host;
+    return true;
 }
 
 void Engine::disconnect(const std::shared_ptr<Peer> &peer, adt_status_t status) {

@@ -108,6 +108,8 @@ class Center:
         self._exposed = exposed
         self._built = False
         self._finish_when_quiet = False
+        self._finishing = False
+        self._tasks_over = False
         self._waiting: list[asyncio.Future[None]] = []
         self._recheck: Timer | None = None
         self._root: asyncio.Task[None] | None = None
@@ -121,6 +123,7 @@ class Center:
             self._build()
             entered = self.runtime.future()
             self._root = self.runtime.root_task(self._run(entered), f"aiodatadist-{self.cluster_id}")
+            self._root.add_done_callback(self._root_done)
             await entered
             await self._start_listening()
             if self.state is not State.OPENING:
@@ -226,6 +229,8 @@ class Center:
                     entered.set_result(None)
                 await self._stop.wait()
                 self._tasks.cancel()
+            self._tasks_over = True
+            self._finish()
         except GeneratorExit:
             raise  # the loop is closed, and nothing in here can wait any more
         except BaseException as why:
@@ -234,6 +239,7 @@ class Center:
 
     async def _run_ended(self, why: BaseException) -> None:
         """End in good order when the root task is cancelled from outside, as asyncio.run does at its end."""
+        self._tasks_over = True
         unclosed = self.state is State.OPEN and not isinstance(why, Exception)
         if isinstance(why, Exception):
             _log.error("a DataDist failed", cluster_id=self.cluster_id, exc_info=why)
@@ -246,6 +252,12 @@ class Center:
                 self.stop_native()
             if unclosed:  # last, because warnings may be errors
                 _warn_unclosed(self.cluster_id)
+
+    def _root_done(self, root: asyncio.Task[None]) -> None:
+        if not self._over.is_set():
+            # It was cancelled before its first step, or gave up waiting for quiet.
+            self._tasks_over = True
+            self.abort()
 
     # Events of the engine. ----------------------------------------------------------------------------------
 
@@ -351,18 +363,26 @@ class Center:
         self._schedule_recheck()
 
     def _finish(self) -> None:
-        """Let go of everything. The native side is quiet."""
+        """Let go of everything, in two steps: the native side is quiet, then the tasks have ended.
+
+        A task that is still being cancelled may speak to the engine, and even connect a peer once more.
+        """
         if self.state is not State.CLOSING:
+            return
+        self._finish_when_quiet = True
+        if not self._finishing:
+            self._finishing = True
+            self.operations.fail_all(lambda: ClosedError("the DataDist was closed"))
+            self._stop.set()
+        if not self._tasks_over or not self.node.quiet():
             return
         self.state = State.CLOSED
         if self._recheck is not None:
             self._recheck.cancel()
-        self.operations.fail_all(lambda: ClosedError("the DataDist was closed"))
         self._watch.drain_all()  # the last completions may still lie there
         self._release()
         self.events.close()
         self.inbox.close()
-        self._stop.set()
         self._over.set()
 
     def _release(self) -> None:

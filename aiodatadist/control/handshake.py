@@ -7,10 +7,13 @@ The connecting side (C) and the listening side (L) speak in turn::
     C  HostProof                 only if L offered it; C has been at L's unix socket by now
     L  HostProof
     C  Agree                     the transports; then C opens engine and data connections with the token
-    L  Attached                  all of them have come, and L's engine has them
+    C  Attached                  C's engine has them
+    L  Attached                  all of them have come, and L's engine has them, too
 
 Either side may send Refused instead and close. Every step is part of one deadline, `Session.stage` says which
-one is under way, and whatever ends a handshake early closes all it has opened.
+one is under way, and whatever ends a handshake early closes all it has opened. Attached is sent by the `Link`,
+which names its caches only when the other's is there. So whoever has a key has an engine that says goodbye, and a
+side that gives up before that leaves nothing to wait for.
 """
 
 from __future__ import annotations
@@ -311,6 +314,8 @@ class Session:
         Agreed, in this side's order.
     host : HostPeer or None
         The peer on the same host, if shm is agreed.
+    peer_attached : bool
+        Whether the peer's engine is known to have its connections.
     dialed : bool
         This side opened the connections.
     """
@@ -321,6 +326,7 @@ class Session:
         self.granted = granted
         self.stage = "connecting"
         self.theirs: wire.Identity | None = None
+        self.peer_attached = False
         self.transports: tuple[str, ...] = ()
         self.host: HostPeer | None = None
         self.host_reason = ""
@@ -541,8 +547,6 @@ class Handshaker:
         channel.send(wire.Agree(transports=list(session.transports), data_connections=count))
         session.stage = "opening engine and data connections"
         await self._open_connections(session, reply.token, count)
-        session.stage = "waiting for the peer's engine"
-        await channel.expect(wire.Attached)
         channel.set_limits(reply.max_message, self.own.config.control_max_bytes)
         return True
 
@@ -653,6 +657,8 @@ class Handshaker:
             self._check_agree(session, agree)
             session.stage = "waiting for engine and data connections"
             arrivals.expect(agree.data_connections)
+            await channel.expect(wire.Attached)
+            session.peer_attached = True
             await _unless_gone(channel, arrivals)
             session.engine, session.data = arrivals.take()
             channel.set_limits(hello.max_message, config.control_max_bytes)

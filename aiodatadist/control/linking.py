@@ -99,6 +99,8 @@ class _Attempt:
         if self.error is None:
             self.error = error
         self._given_up = True
+        if self.linking is not None:
+            self.linking._end(error, LinkState.CLOSED)
         if self._limit is not None:
             self._limit.cancel()
 
@@ -409,7 +411,6 @@ class LinkManager:
                 return self._link_self(slot)
             link = self._make_link(slot, session)
         except BaseException:
-            self.peers.decline(self.node, session)
             session.close()
             raise
         attempt.linking = link
@@ -490,7 +491,6 @@ class LinkManager:
                 await self._check_old(slot, incoming)
                 await self._handshaker.accept(session, hello)
                 link = incoming.link = self._make_link(slot, session)
-                channel.send(wire.Attached())
             finally:
                 self._incoming -= 1
                 if link is None:

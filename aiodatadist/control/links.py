@@ -30,6 +30,7 @@ from ..errors import (
 from ..observe import Counters, get_logger
 from ..types import CacheAnnounced, CacheGone, Event, LinkPath, LinkState, Notification, Role
 from . import wire
+from .handshake import refusal_error
 from .peers import NativePeer, NativePeers
 from .table import Delta, LocalRecord, LocalTable, RemoteEntry, RemoteKey, RemoteTable, wire_geometry
 
@@ -129,6 +130,7 @@ class Link:
         self._wake.set()
         self._waiting: list[asyncio.Future[None]] = []
         self._unlinking = False
+        self._attached = session.peer_attached
         self._table_told = False
         self._table_known = False
         self._peer_ready = False
@@ -138,6 +140,7 @@ class Link:
         self._notifications: deque[tuple[bytes, asyncio.Future[None]]] = deque()
         # The engine first: from here on the peer's operations may arrive, and its loss is noticed.
         self._native: NativePeer = owner.peers.connect(owner.node, session, self._peer_lost)
+        self._channel.send(wire.Attached())
         self._feed = owner.table.feed(self._wake.set)
         self._remote = RemoteTable(self, self.cluster_id, self._native.import_cache)
         self.table: dict[RemoteKey, RemoteEntry] = self._remote.by_key
@@ -154,6 +157,8 @@ class Link:
             return "waiting until the peer can no longer touch local memory"
         if self.state is not LinkState.LINKING:
             return self.state.value
+        if not self._attached:
+            return "waiting for the peer's engine"
         return "waiting for the peer to be ready" if self._table_known else "exchanging cache tables"
 
     # Life. --------------------------------------------------------------------------------------------------
@@ -321,6 +326,13 @@ class Link:
                 self._end(self._unlinked())
             case _ if self._unlinking:
                 pass  # sent before the peer knew
+            case wire.Attached() if not self._attached:
+                self._attached = True
+                self._wake.set()
+            case wire.Refused() if not self._attached:
+                raise refusal_error(message.kind, message.reason, message.status, self.cluster_id)
+            case _ if not self._attached:
+                raise ProtocolError(f"the peer sent {type(message).__name__} before its engine was there")
             case wire.Notify() if self._peer_ready:
                 self._on_notify(message)
             case wire.NotifyCredit() if self._peer_ready:
@@ -392,7 +404,7 @@ class Link:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while not self._unlinking:
+            while self._attached and not self._unlinking:
                 # Nothing is put in front of a slow peer beyond this; what waits is bounded by tables and
                 # credits.
                 await self._channel.stream.flush(_UNSENT_MOST)
@@ -455,6 +467,8 @@ class Link:
         copies: list[int] = []
         try:
             found = self._export(record)
+            if not self._native.expose():
+                raise PeerLostError("the peer was lost", hint="link it again")
             # Copies, because the cache may be closed while the unix connection has no room.
             for i, (transport, data, fd) in enumerate(found):
                 if fd >= 0:

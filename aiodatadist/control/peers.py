@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from .. import _core
-from .._loop import close_all
 from ..errors import DataDistError, NativeStatus, PeerLostError, Status, error_from_native
-from ..observe import get_logger
 from ..types import TransferEnded
 
 if TYPE_CHECKING:
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
     from .table import ImportKeys
 
 __all__ = ["NativePeer", "NativePeers"]
-
-_log = get_logger()
 
 _GONE: Final = frozenset({NativeStatus.PEER_LOST, NativeStatus.CLOSED})
 _READ: Final = 1  # adt_opcode_t
@@ -75,6 +71,10 @@ class NativePeer:
         short, self._short = self._short, None
         if short is not None:
             short.close()
+
+    def expose(self) -> bool:
+        """Call before the peer is given a key. False: it is lost, and must not get one."""
+        return not self._disconnected and self._native.expose()
 
     def disconnect(self, status: NativeStatus) -> None:
         """End operations with this status and start becoming quiet. Only the first call counts."""
@@ -217,28 +217,11 @@ class NativePeers:
             transports=list(session.transports),
             dialed=session.dialed,
             peer_limit=session.peer.heartbeat_limit,
+            exposed=False,
         )
         peer = NativePeer(self._runtime, native, session.peer.cluster_id, on_lost)
         self._peers[peer.id] = peer
         return peer
-
-    @staticmethod
-    def decline(node: _core.Node, session: Session) -> None:
-        """Let the peer's engine know that a link it may have begun will not come to be.
-
-        The listening side's engine is up before the connecting side's. A peer that shares memory is quiet when it
-        says so or is gone, so one that gives up in between must not fall silent.
-        """
-        if session.engine is None:
-            return
-        engine_fd, data_fds = session.take_connections()
-        close_all(data_fds)
-        try:
-            native = node.connect(engine_fd, [], pid=0, pidfd=-1, process_vm=False, transports=[])
-        except DataDistError as why:
-            _log.debug("no goodbye to a peer", cluster_id=session.peer.cluster_id, error=str(why))
-        else:
-            native.disconnect(NativeStatus.CLOSED)
 
     def on_event(
         self, kind: int, peer_id: int, token: int, status: int, cache_id: int, nbytes: int, opcode: int
