@@ -29,7 +29,6 @@ from .errors import (
     CacheMismatch,
     CacheNotFound,
     ClosedError,
-    DataDistError,
     LinkError,
     MemoryStillExposed,
     NotLinkedError,
@@ -738,7 +737,7 @@ class CacheManager:
                     pair = entry.pairs.get(cache.id) or self._pair(entry, cache)
                     pair.submit(transfer, *request, left)
                     return
-                except DataDistError as why:
+                except Exception as why:  # whatever it is, whoever waits must hear of it
                     error = why
             transfer._told(error)
 

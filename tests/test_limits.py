@@ -112,6 +112,23 @@ async def test_connections_for_short_requests_come_beside_those_asked_for(
         assert [count - 2 if count >= 3 else count for count in opened] == [number]
 
 
+async def test_a_transfer_that_waited_for_its_cache_ends_whatever_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*args: object) -> None:
+        raise MemoryError
+
+    async with linked("tcp") as pair:
+        await pair.offer(pattern(1, (4, 64)))
+        mine = pair.user.cache_manager.register_blocks_cache(pattern(2, (4, 64)))
+        pull = pair.user.cache_manager.pull_blocks(KEY, mine, [0], [1])
+        with monkeypatch.context() as patched:
+            patched.setattr(pair.user.cache_manager, "_check_pair", no_memory)
+            await mine.ready()
+            await asyncio.sleep(0)
+        assert pull.done()
+        assert isinstance(pull.exception(), MemoryError)
+        assert pair.user.dump() == []
+
+
 # --- a peer that floods --------------------------------------------------------------------------------
 
 ROUND = 2048
