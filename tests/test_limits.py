@@ -68,7 +68,7 @@ async def test_a_peer_whose_limits_contradict_each_other(monkeypatch: pytest.Mon
             mine = await pair.take(pattern(2, (4, 64)))
             pull = pair.user.cache_manager.pull_blocks
             with pytest.raises(adt.ArgumentError, match="notify has 65536 bytes"):
-                pull(KEY, mine, [0], [1], notify=bytes(wire.HANDSHAKE_MAX_BYTES))
+                _ = pull(KEY, mine, [0], [1], notify=bytes(wire.HANDSHAKE_MAX_BYTES))
             await asyncio.wait_for(pull(KEY, mine, [0], [1], notify=bytes(pair.link.notify_max_bytes)), 60)
 
 
