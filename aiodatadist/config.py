@@ -88,7 +88,8 @@ class Config:
     inline_budget : float
         Estimated inline work in one turn of the event loop after which futures finish in the next turn.
     populate_limit : int
-        Most bytes of a peer's mapped memory to populate in the background, per cache.
+        Most bytes of library memory to populate in the background, per cache: at once where it is allocated, and
+        where it is a peer's that this process maps. 0: none, memory is taken as it is touched.
     notify_credits : int
         Notifications that a peer may have sent and nobody has read yet.
     notify_max_bytes : int

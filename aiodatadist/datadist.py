@@ -63,7 +63,7 @@ class DataDist:
 
     Notes
     -----
-    An unclosed DataDist is stopped, with a ResourceWarning, when it is collected, when its loop is closed, or
+    An unclosed DataDist is stopped, with a ResourceWarning, when it is collected, when asyncio.run ends, or
     at the interpreter's exit. In a forked child it is inert: every use raises `ForkedError`.
     """
 
