@@ -727,6 +727,7 @@ class CacheManager:
             if timer is not None:
                 timer.cancel()
             if transfer.done():
+                transfer._told(asyncio.CancelledError())  # counted, if somebody else set a result
                 return
             transfer._on_cancel = None
             error = registered.exception()

@@ -87,7 +87,7 @@ class Transfer(asyncio.Future[T]):
     _bytes_total: int
     _cancel_message: Any
     _cancelling: bool
-    _counters: Counters
+    _counters: Counters | None
     _native: _core.Pair | None
     _on_cancel: Callable[[], object] | None
     _op: int
@@ -157,6 +157,7 @@ class Transfer(asyncio.Future[T]):
         if not hasattr(self, "_bytes_total"):
             self._bytes_total = nbytes
         if self.done():
+            self._count(None if status == 0 else asyncio.CancelledError(), nbytes)  # somebody else set a result
             return
         if self.cancelling():
             self._count(asyncio.CancelledError(), nbytes)
@@ -182,11 +183,11 @@ class Transfer(asyncio.Future[T]):
 
     def _told(self, error: BaseException | None) -> None:
         """End the future: the bytes have landed, and the notification was handed over unless `error` says why not."""
-        if self.done():
-            return
-        if self.cancelling():
+        if self.cancelling() and not self.done():
             error = asyncio.CancelledError()
         self._count(error, self._bytes_done)
+        if self.done():
+            return
         if isinstance(error, asyncio.CancelledError):
             super().cancel(getattr(self, "_cancel_message", None))
         elif error is not None:
@@ -198,6 +199,7 @@ class Transfer(asyncio.Future[T]):
         counters = getattr(self, "_counters", None)
         if counters is None:
             return
+        self._counters = None  # once, whoever ends it: closing waits for all that are counted as started
         pulled, pushed = (nbytes, 0) if self._pull else (0, nbytes)
         elapsed = time.monotonic() - self._started if hasattr(self, "_started") else 0.0
         counters.end(outcome_of(error), seconds=elapsed, pulled=pulled, pushed=pushed)

@@ -277,10 +277,27 @@ async def test_closing_lets_transfers_end_that_the_engine_does_not_have(transpor
                     assert time.monotonic() < end
                     time.sleep(0.001)
             assert not pull.done()
-        assert await pull is None
+        await pull
         assert (here == 5).all()
         async with asyncio.timeout(10):
             assert (await anext(a.notifications())).payload == b"all"
+
+
+@TRANSPORTS
+async def test_closing_does_not_wait_for_a_transfer_that_somebody_else_ended(transport: str) -> None:
+    async with DataDist(1, listen=LISTEN, config=config(transport)) as a:
+        theirs = a.cache_manager.register_blocks_cache([np.ones((16, 1 << 19), np.uint8)], key=BlocksCacheKey(1))
+        await theirs.ready()
+        b = await DataDist(2, config=config(transport)).open()
+        await b.link(info(a))
+        cache = b.cache_manager.register_blocks_cache([np.zeros((16, 1 << 19), np.uint8)])
+        registering = b.cache_manager.pull_blocks(BlocksCacheKey(1), cache, range(16), range(16))
+        registering.set_result(None)
+        await cache.ready()
+        moving = b.cache_manager.pull_blocks(BlocksCacheKey(1), cache, range(16), range(16), notify=b"x")
+        moving.set_result(None)
+        async with asyncio.timeout(20):
+            await b.aclose()
 
 
 @TRANSPORTS
