@@ -13,6 +13,7 @@ is told to look again, because its own link exists.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from typing import TYPE_CHECKING, Final
 
@@ -37,7 +38,7 @@ from .links import Link, copy_error
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from ..transfer import Transfer
     from .events import Inbox
@@ -131,6 +132,7 @@ class _Slot:
     def __init__(self, cluster_id: int, runtime: Runtime) -> None:
         self.cluster_id = cluster_id
         self.epoch = 0
+        self.users = 0
         self.state = LinkState.IDLE
         self.counters = Counters()
         self.link: Link | None = None
@@ -233,10 +235,20 @@ class LinkManager:
             slot = self._slots[cluster_id] = _Slot(cluster_id, self.runtime)
         return slot
 
-    def _tidy(self, slot: _Slot) -> None:
-        """Forget a peer that never got as far as a link: anybody can claim any cluster id."""
-        if not slot.epoch and slot.attempt is None and slot.incoming is None:
-            self._slots.pop(slot.cluster_id, None)
+    @contextlib.contextmanager
+    def _using(self, cluster_id: int) -> Iterator[_Slot]:
+        """Hold the slot of a peer; forget it at the end if the peer never got as far as a link.
+
+        Anybody can claim any cluster id, and must not fill our memory with that.
+        """
+        slot = self._slot(cluster_id)
+        slot.users += 1
+        try:
+            yield slot
+        finally:
+            slot.users -= 1
+            if not slot.epoch and not slot.users:
+                self._slots.pop(cluster_id, None)
 
     def _granted(self, cluster_id: int) -> int:
         return max(0, self.own.config.notify_credits - self.inbox.unread(cluster_id))
@@ -301,20 +313,20 @@ class LinkManager:
 
     def link(self, info: ClusterInfo, timeout: float | None) -> Transfer[Link]:
         """Link a peer; see `DataDist.link`."""
-        slot = self._slot(info.cluster_id)
-        if slot.link is not None and slot.link.state is LinkState.READY:
-            return self._operations.done(slot.link)
-        if not info.addresses:
-            if info.cluster_id == self.own.cluster_id:
-                return self._operations.done(self._link_self(slot))
-            if slot.attempt is None and slot.incoming is None:
-                self._tidy(slot)
-                raise ArgumentError(
-                    f"no address of cluster {info.cluster_id} is known", hint="give ClusterInfo an address"
-                )
+        with self._using(info.cluster_id) as slot:
+            if slot.link is not None and slot.link.state is LinkState.READY:
+                return self._operations.done(slot.link)
+            if not info.addresses:
+                if info.cluster_id == self.own.cluster_id:
+                    return self._operations.done(self._link_self(slot))
+                if slot.attempt is None and slot.incoming is None:
+                    raise ArgumentError(
+                        f"no address of cluster {info.cluster_id} is known", hint="give ClusterInfo an address"
+                    )
 
         async def join(running: Running) -> Link:
-            return await self._join(slot, info, running)
+            with self._using(info.cluster_id) as slot:
+                return await self._join(slot, info, running)
 
         return self._operations.start("link", info.cluster_id, timeout, join)
 
@@ -354,6 +366,10 @@ class LinkManager:
             slot.pulse()
 
     async def _attempt(self, slot: _Slot, attempt: _Attempt) -> None:
+        with self._using(slot.cluster_id):
+            await self._run_attempt(slot, attempt)
+
+    async def _run_attempt(self, slot: _Slot, attempt: _Attempt) -> None:
         error: DataDistError | None = None
         try:
             with Deadline(None) as limit:
@@ -369,7 +385,6 @@ class LinkManager:
             if attempt.link is None and attempt.error is None:
                 attempt.error = error or LinkError("linking was given up", peer=slot.cluster_id)
             self._attempt_over(slot, attempt)
-            self._tidy(slot)
             if not self.runtime.closed:
                 attempt.over.set()
 
@@ -478,7 +493,11 @@ class LinkManager:
         if hello.cluster_id == own.cluster_id:
             await self._serve_self(channel, hello)
             return
-        slot = self._slot(hello.cluster_id)
+        with self._using(hello.cluster_id) as slot:
+            await self._serve_peer(slot, channel, hello)
+
+    async def _serve_peer(self, slot: _Slot, channel: Channel, hello: wire.Hello) -> None:
+        own = self.own
         session = Session(channel, granted=self._granted(hello.cluster_id))
         most = own.config.link_timeout or _UNLIMITED_HANDSHAKE
         link: Link | None = None
@@ -498,7 +517,6 @@ class LinkManager:
                     if slot.incoming is incoming:
                         slot.incoming = None
                         slot.pulse()
-                    self._tidy(slot)
         if link is None:
             _log.info("an incoming link came to nothing", cluster_id=slot.cluster_id, stage=session.stage)
             return
