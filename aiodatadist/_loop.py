@@ -21,13 +21,12 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import anyio
-import anyio.abc
 import anyio.lowlevel
 
+from ._scopes import Deadline, Tasks, shielded
 from .observe import get_logger
 from .types import Address
 
@@ -111,7 +110,7 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-# Time and tasks. --------------------------------------------------------------------------------------------
+# Time. -----------------------------------------------------------------------------------------------------
 
 
 class Timer(Protocol):
@@ -119,88 +118,6 @@ class Timer(Protocol):
 
     def cancel(self) -> None:
         """Call it off. Harmless when it has fired."""
-
-
-class Deadline:
-    """``with Deadline(seconds) as limit:`` cancels what is inside at the deadline; then ``limit.expired``.
-
-    Parameters
-    ----------
-    seconds : float or None
-        None never expires.
-
-    Notes
-    -----
-    A thin anyio cancel scope. The difference: when a closed loop throws the coroutine away, leaving the scope
-    does nothing, because a scope needs a running loop.
-    """
-
-    def __init__(self, seconds: float | None) -> None:
-        self._seconds = seconds
-        self._scope: anyio.CancelScope | None = None
-
-    def __enter__(self) -> Self:
-        end = float("inf") if self._seconds is None else anyio.current_time() + self._seconds
-        self._scope = anyio.CancelScope(deadline=end)
-        self._scope.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        assert self._scope is not None
-        return kind is not GeneratorExit and bool(self._scope.__exit__(kind, error, trace))
-
-    @property
-    def expired(self) -> bool:
-        """Whether the deadline, or `cancel`, ended what was inside."""
-        return self._scope is not None and self._scope.cancelled_caught
-
-    def cancel(self) -> None:
-        """End what is inside now. Does nothing before it has begun, or without a running loop."""
-        if self._scope is not None and asyncio._get_running_loop() is not None:
-            self._scope.cancel()
-
-
-class shielded:
-    """``with shielded():`` keeps cancel scopes outside from cancelling what is inside."""
-
-    def __init__(self) -> None:
-        self._scope = anyio.CancelScope(shield=True)
-
-    def __enter__(self) -> None:
-        self._scope.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        return kind is not GeneratorExit and bool(self._scope.__exit__(kind, error, trace))
-
-
-class Tasks:
-    """An anyio task group that may be thrown away by a closed loop without waiting for its tasks."""
-
-    def __init__(self) -> None:
-        self._group: anyio.abc.TaskGroup = anyio.create_task_group()
-
-    async def __aenter__(self) -> Self:
-        await self._group.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        if kind is GeneratorExit:
-            return None
-        return await self._group.__aexit__(kind, error, trace)
-
-    def start(self, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any, name: str | None = None) -> None:
-        """Start a task in the group."""
-        self._group.start_soon(function, *args, name=name)
-
-    def cancel(self) -> None:
-        """Cancel all tasks of the group and what the group's block does."""
-        self._group.cancel_scope.cancel()
 
 
 # Watched sockets. -------------------------------------------------------------------------------------------

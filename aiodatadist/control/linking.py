@@ -287,7 +287,8 @@ class LinkManager:
                 _log.warning("a slow path to a peer that may be on this host", cluster_id=link.cluster_id, reason=slow)
         elif self.ready.get(link.cluster_id) is link:
             del self.ready[link.cluster_id]
-        slot.state = link.state
+        if slot.link is None or slot.link is link:
+            slot.state = link.state
         reason = str(link.error) if link.error is not None else ""
         self.publish(LinkStateChanged(link.cluster_id, old, link.state, link.epoch, reason))
         slot.pulse()
