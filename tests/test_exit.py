@@ -49,8 +49,11 @@ def tell(what):
 def native_threads():
     found = []
     for task in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{task}/comm") as name:
-            found.append(name.read().strip())
+        try:
+            with open(f"/proc/self/task/{task}/comm") as name:
+                found.append(name.read().strip())
+        except OSError:
+            pass  # it ended in between
     return [name for name in found if name.startswith("adt-")]
 
 async def enter(dd):
