@@ -54,7 +54,7 @@ async def test_memory_is_quiet_after_a_cancel_or_a_deadline(path: str, drain_tim
 async def test_memory_is_quiet_after_the_datadist_or_the_link_has_ended(path: str, scale: Any) -> None:
     tally = quiet.Tally()
     rounds = scale(3 * len(quiet.ENDINGS), least=4)
-    # On an idle machine most transfers are over before the ending comes: go on until some were not, or nothing is proved.
+    # On an idle machine most transfers are over before the ending comes: go on until some were not, to prove something.
     for seed in range(10 * rounds):
         tally += await quiet.ending_round(path, seed)
         if seed + 1 >= rounds and tally.rounds > tally.ends["ok"] > 0:
