@@ -66,10 +66,13 @@ async def test_memory_is_quiet_after_the_datadist_or_the_link_has_ended(path: st
 async def test_memory_is_quiet_after_the_peer_was_killed(path: str, scale: Any) -> None:
     kills = scale(17, least=3)
     async with quiet.kill_bench(path) as bench:
-        for seed in range(kills):
+        # As above: few kills may all come too late to meet a running transfer.
+        for seed in range(10 * kills):
             await bench.kill(seed)
+            if seed + 1 >= kills and bench.tally.ends["PeerLostError"] > 0:
+                break
         tally = bench.tally
-    assert tally.rounds == kills
+    assert tally.rounds >= kills
     assert tally.ends["PeerLostError"] > 0, tally
 
 
