@@ -95,20 +95,28 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
         size_t position
         int64_t value
 
-    cdef cppclass CBlockRun "adt::BlockRun":
+    cdef cppclass CRun "adt::Run":
         pass
 
+    cdef cppclass CSelection "adt::Selection":
+        const int64_t *blocks
+        cbool is_slot
+        uint64_t slot
+        uint64_t offset
+
     CBlockFault make_runs(
-        const int64_t *local, const int64_t *remote, size_t count, const adt_geometry_t &local_geometry,
-        const adt_geometry_t &remote_geometry, cbool local_is_destination, vector[CBlockRun] &out) except +
+        const CSelection &local, const CSelection &remote, size_t count, uint64_t size,
+        const adt_geometry_t &local_geometry, const adt_geometry_t &remote_geometry, cbool local_is_destination,
+        vector[CRun] &out) except +
 
     cdef struct CTransferRequest "adt::TransferRequest":
         shared_ptr[CLocalCache] local
         shared_ptr[CRemoteCache] remote
         adt_opcode_t opcode
-        const int64_t *local_blocks
-        const int64_t *remote_blocks
+        CSelection local_side
+        CSelection remote_side
         size_t count
+        uint64_t size
         uint32_t local_tensor
         uint32_t remote_tensor
         uint32_t num_tensors
@@ -274,6 +282,11 @@ cdef class Region:
 
 cdef class Secret:
     cdef CSecret *secret
+
+cdef class Slot:
+    cdef readonly uint64_t index
+    cdef readonly uint64_t offset
+    cdef readonly uint64_t nbytes
 
 cdef class Pair:
     cdef CTransferRequest request

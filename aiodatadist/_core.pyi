@@ -160,13 +160,24 @@ class RemoteCache:
     def reasons(self) -> str: ...
     def release(self) -> None: ...
 
-def checked_blocks(
+@final
+class Slot:
+    def __new__(cls, index: int, offset: int, nbytes: int) -> Self: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+def checked_sides(
     opcode: int,
-    local_blocks: Any,
-    remote_blocks: Any,
+    local_side: Any,
+    remote_side: Any,
     local_geometry: tuple[int, int, int, int],
     remote_geometry: tuple[int, int, int, int],
-) -> tuple[tuple[int, ...], tuple[int, ...]]: ...
+) -> tuple[Any, Any]: ...
+def frozen_blocks(blocks: Any, name: str) -> tuple[int, ...]: ...
 
 @final
 class Pair:
@@ -187,8 +198,8 @@ class Pair:
         self,
         transfer: _Driven,
         opcode: int,
-        local_blocks: Any,
-        remote_blocks: Any,
+        local_side: Any,
+        remote_side: Any,
         local_tensor: int,
         remote_tensor: int,
         num_tensors: int,

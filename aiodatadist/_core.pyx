@@ -690,10 +690,43 @@ cdef bint read_block_buffer(object blocks, vector[int64_t] &out, str name) excep
     return True
 
 
-cdef int read_lists(int opcode, local_blocks, remote_blocks, vector[int64_t] &local, vector[int64_t] &remote) except -1:
-    """Convert the two block lists of a transfer, which must be of one length."""
-    read_blocks(local_blocks, local, "src_blocks" if opcode == ADT_WRITE else "dst_blocks")
-    read_blocks(remote_blocks, remote, "dst_blocks" if opcode == ADT_WRITE else "src_blocks")
+@cython.final
+cdef class Slot:
+    """A part of one entry of dimension 0, as one side of a transfer: `nbytes` from `offset` on, in each tensor."""
+
+    def __cinit__(self, uint64_t index, uint64_t offset, uint64_t nbytes):
+        self.index = index
+        self.offset = offset
+        self.nbytes = nbytes
+
+
+cdef int read_sides(int opcode, local_side, remote_side, vector[int64_t] &local, vector[int64_t] &remote,
+                    CTransferRequest &request) except -1:
+    """Convert what both sides of a transfer name: block lists of one length, or a `Slot` on one side or on both."""
+    cdef uint64_t size = 0
+    request.local_side.is_slot = type(local_side) is Slot
+    request.remote_side.is_slot = type(remote_side) is Slot
+    local.clear()
+    remote.clear()
+    if request.local_side.is_slot:
+        request.local_side.slot = (<Slot>local_side).index
+        request.local_side.offset = (<Slot>local_side).offset
+        size = (<Slot>local_side).nbytes
+    else:
+        read_blocks(local_side, local, "src_blocks" if opcode == ADT_WRITE else "dst_blocks")
+    if request.remote_side.is_slot:
+        request.remote_side.slot = (<Slot>remote_side).index
+        request.remote_side.offset = (<Slot>remote_side).offset
+        size = (<Slot>remote_side).nbytes
+    else:
+        read_blocks(remote_side, remote, "dst_blocks" if opcode == ADT_WRITE else "src_blocks")
+    request.local_side.blocks = local.data()
+    request.remote_side.blocks = remote.data()
+    request.size = size
+    if request.local_side.is_slot or request.remote_side.is_slot:
+        request.count = max(local.size(), remote.size())
+        return 0
+    request.count = local.size()
     if local.size() != remote.size():
         counts = (local.size(), remote.size())
         src, dst = counts if opcode == ADT_WRITE else counts[::-1]
@@ -706,6 +739,9 @@ cdef block_error(const CBlockFault &fault, int opcode, local_blocks, remote_bloc
     """Say what is wrong with a block list; the numbers are those of each side's blocks."""
     local_name, remote_name = ("src_blocks", "dst_blocks") if opcode == ADT_WRITE else ("dst_blocks", "src_blocks")
     at, value = fault.position, fault.value
+    if fault.kind == 4:
+        return BlockIndexError(f"{value} bytes do not fit the slot, or are not what the list of blocks holds",
+                               hint="give one block for each piece of the slot")
     if fault.kind == 1:
         return BlockIndexError(f"{local_name}[{at}]={value} is outside the local cache's 0..{local_blocks - 1}",
                                hint="give indices below the cache's number of blocks")
@@ -715,23 +751,35 @@ cdef block_error(const CBlockFault &fault, int opcode, local_blocks, remote_bloc
     return BlockIndexError(f"dst_blocks[{at}]={value} is named twice", hint="each destination may appear once")
 
 
-def checked_blocks(int opcode, local_blocks, remote_blocks, local_geometry, remote_geometry):
-    """Check block lists for a transfer that starts later, and return them in a form that nobody changes.
+def checked_sides(int opcode, local_side, remote_side, local_geometry, remote_geometry):
+    """Check the sides of a transfer that starts later, and return them in a form that nobody changes.
 
     Geometries are (num_tensors, num_blocks, block_bytes, block_stride).
     """
     cdef vector[int64_t] local
     cdef vector[int64_t] remote
-    cdef vector[CBlockRun] runs
+    cdef vector[CRun] runs
+    cdef CTransferRequest request
     cdef adt_geometry_t here
     cdef adt_geometry_t there
     here.num_tensors, here.num_blocks, here.block_bytes, here.block_stride = local_geometry
     there.num_tensors, there.num_blocks, there.block_bytes, there.block_stride = remote_geometry
-    read_lists(opcode, local_blocks, remote_blocks, local, remote)
-    fault = make_runs(local.data(), remote.data(), local.size(), here, there, opcode == ADT_READ, runs)
+    read_sides(opcode, local_side, remote_side, local, remote, request)
+    fault = make_runs(request.local_side, request.remote_side, request.count, request.size, here, there,
+                      opcode == ADT_READ, runs)
     if fault.kind != 0:
         raise block_error(fault, opcode, here.num_blocks, there.num_blocks)
-    return tuple(local), tuple(remote)
+    return (
+        local_side if request.local_side.is_slot else tuple(local),
+        remote_side if request.remote_side.is_slot else tuple(remote),
+    )
+
+
+def frozen_blocks(blocks, str name):
+    """Convert a list of blocks whose cache is not known yet."""
+    cdef vector[int64_t] out
+    read_blocks(blocks, out, name)
+    return tuple(out)
 
 
 @cython.final
@@ -762,10 +810,11 @@ cdef class Pair:
         let_go_local(self.request.local)
         let_go_remote(self.request.remote)
 
-    def submit(self, transfer, int opcode, local_blocks, remote_blocks, uint32_t local_tensor, uint32_t remote_tensor,
+    def submit(self, transfer, int opcode, local_side, remote_side, uint32_t local_tensor, uint32_t remote_tensor,
                uint32_t num_tensors, double timeout, bint allow_inline=True):
         """Start a transfer and drive `transfer`, which holds the pins until its end.
 
+        Each side is a list of blocks or a `Slot`.
         `transfer` is told by `_native_started(engine, operation, nbytes)` if it is pending, and by
         `_native_done(status, nbytes)` once it is quiet. `timeout` 0 means none. What is wrong with the call raises.
         """
@@ -778,13 +827,10 @@ cdef class Pair:
             raise ArgumentError("a transfer was started while the blocks of another one were being read")
         ring.reading = True
         try:
-            read_lists(opcode, local_blocks, remote_blocks, ring.local_blocks, ring.remote_blocks)
+            read_sides(opcode, local_side, remote_side, ring.local_blocks, ring.remote_blocks, deref(request))
         finally:
             ring.reading = False
         request.opcode = <adt_opcode_t>opcode
-        request.local_blocks = ring.local_blocks.data()
-        request.remote_blocks = ring.remote_blocks.data()
-        request.count = ring.local_blocks.size()
         request.local_tensor = local_tensor
         request.remote_tensor = remote_tensor
         request.num_tensors = num_tensors

@@ -626,7 +626,7 @@ class CacheManager:
             transfer._then = self._notifier(entry, notify, seconds)
         if pair is None:
             # The lists are the caller's again when this returns.
-            local_blocks, remote_blocks = _core.checked_blocks(
+            local_blocks, remote_blocks = _core.checked_sides(
                 opcode, local_blocks, remote_blocks, _native_geometry(cache), _native_geometry(entry)
             )
             counters.started += 1

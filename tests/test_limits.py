@@ -85,10 +85,10 @@ def test_repeats_are_found_without_memory_for_each_block_that_a_peer_names(block
     here, there = (1, 8, 1, 1), (1, 2**50, 1, 1)
     sources = list(range(len(blocks)))
     if not fault:
-        assert _core.checked_blocks(_core.WRITE, sources, blocks, here, there) == (tuple(sources), tuple(blocks))
+        assert _core.checked_sides(_core.WRITE, sources, blocks, here, there) == (tuple(sources), tuple(blocks))
         return
     with pytest.raises(adt.BlockIndexError) as raised:
-        _core.checked_blocks(_core.WRITE, sources, blocks, here, there)
+        _core.checked_sides(_core.WRITE, sources, blocks, here, there)
     assert fault in str(raised.value)
     assert "twice" in str(raised.value)
 

@@ -391,7 +391,7 @@ adt_status_t Engine::usable(const TransferRequest &request) {
 
 SubmitResult Engine::submit(const TransferRequest &request) {
     // The block lists are walked once per thread-local buffer: a transfer of one block allocates nothing.
-    static thread_local std::vector<BlockRun> runs;
+    static thread_local std::vector<Run> runs;
     SubmitResult result;
     if (in_forked_child()) {
         result.status = ADT_ERR_CLOSED;
@@ -399,18 +399,20 @@ SubmitResult Engine::submit(const TransferRequest &request) {
     }
     const adt_geometry_t &lg = request.local->geometry;
     const adt_geometry_t &rg = request.remote->geometry;
-    if (lg.block_bytes != rg.block_bytes || uint64_t{request.local_tensor} + request.num_tensors > lg.num_tensors ||
+    const bool slots = request.local_side.is_slot || request.remote_side.is_slot;
+    if ((!slots && lg.block_bytes != rg.block_bytes) ||
+        uint64_t{request.local_tensor} + request.num_tensors > lg.num_tensors ||
         uint64_t{request.remote_tensor} + request.num_tensors > rg.num_tensors) {
         result.status = ADT_ERR_GEOMETRY;
         return result;
     }
-    result.fault =
-        make_runs(request.local_blocks, request.remote_blocks, request.count, lg, rg, request.opcode == ADT_READ, runs);
+    result.fault = make_runs(request.local_side, request.remote_side, request.count, request.size, lg, rg,
+                             request.opcode == ADT_READ, runs);
     if (result.fault.kind != BlockFault::none) {
         result.status = ADT_ERR_BOUNDS;
         return result;
     }
-    const uint64_t bytes = request.count * lg.block_bytes * request.num_tensors;
+    const uint64_t bytes = (slots ? request.size : request.count * lg.block_bytes) * request.num_tensors;
     const Node &node = *request.remote->peer->node;
     if (request.allow_inline && bytes <= node.inline_bytes && (bytes == 0 || request.remote->path.can_execute != 0)) {
         return execute_inline(request, bytes, runs);
@@ -478,7 +480,7 @@ void Engine::release_held(Peer &peer, uint64_t cache) {
     peer.held.erase(kept, peer.held.end());
 }
 
-SubmitResult Engine::execute_inline(const TransferRequest &request, uint64_t bytes, const std::vector<BlockRun> &runs) {
+SubmitResult Engine::execute_inline(const TransferRequest &request, uint64_t bytes, const std::vector<Run> &runs) {
     static thread_local std::vector<adt_chunk_t> chunks;
     SubmitResult result;
     result.bytes = bytes;
@@ -492,13 +494,11 @@ SubmitResult Engine::execute_inline(const TransferRequest &request, uint64_t byt
         ++request.remote->operations;
     }
     chunks.clear();
-    const adt_geometry_t &lg = request.local->geometry;
-    const adt_geometry_t &rg = request.remote->geometry;
     for (uint32_t t = 0; t < request.num_tensors; ++t) {
         char *const base = request.local->tensors[request.local_tensor + t];
-        for (const BlockRun &run : runs) {
-            chunks.push_back({base + run.local * lg.block_stride, run.remote * rg.block_stride,
-                              request.remote_tensor + t, static_cast<uint32_t>(run.count * lg.block_bytes)});
+        for (const Run &run : runs) {
+            chunks.push_back(
+                {base + run.local, run.remote, request.remote_tensor + t, static_cast<uint32_t>(run.length)});
         }
     }
     adt_batch_t batch{};
@@ -534,20 +534,17 @@ Lane &Engine::lane_of(const Op &op) {
 // Cuts the next batch off an operation. Returns true while more is left.
 bool Engine::cut(Op &op, Batch &batch) {
     const adt_path_t &path = op.remote->path;
-    const adt_geometry_t &lg = op.local->geometry;
-    const adt_geometry_t &rg = op.remote->geometry;
     uint64_t bytes = 0;
     batch.chunks.clear();
     while (op.at_tensor < op.num_tensors) {
         char *const base = op.local->tensors[op.local_tensor + op.at_tensor];
         while (op.at_run < op.runs.size()) {
             if (bytes == path.max_batch_bytes || batch.chunks.size() == path.max_batch_chunks) break;
-            const BlockRun &run = op.runs[op.at_run];
-            const uint64_t left = run.count * lg.block_bytes - op.at_byte;
+            const Run &run = op.runs[op.at_run];
+            const uint64_t left = run.length - op.at_byte;
             const uint64_t length = std::min(left, path.max_batch_bytes - bytes);
-            batch.chunks.push_back({base + run.local * lg.block_stride + op.at_byte,
-                                    run.remote * rg.block_stride + op.at_byte, op.remote_tensor + op.at_tensor,
-                                    static_cast<uint32_t>(length)});
+            batch.chunks.push_back({base + run.local + op.at_byte, run.remote + op.at_byte,
+                                    op.remote_tensor + op.at_tensor, static_cast<uint32_t>(length)});
             bytes += length;
             op.at_byte += length;
             if (length == left) {

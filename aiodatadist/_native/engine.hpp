@@ -148,7 +148,7 @@ struct Op : Counted<Live::operation> {
     std::shared_ptr<Peer> peer;
     std::shared_ptr<LocalCache> local;
     std::shared_ptr<RemoteCache> remote;
-    std::vector<BlockRun> runs;
+    std::vector<Run> runs;
     uint32_t local_tensor = 0;
     uint32_t remote_tensor = 0;
     uint32_t num_tensors = 0;
@@ -321,9 +321,10 @@ struct TransferRequest {
     std::shared_ptr<LocalCache> local;
     std::shared_ptr<RemoteCache> remote;
     adt_opcode_t opcode = ADT_READ;
-    const int64_t *local_blocks = nullptr;
-    const int64_t *remote_blocks = nullptr;
-    size_t count = 0;
+    Selection local_side;
+    Selection remote_side;
+    size_t count = 0;   // entries of the block lists
+    uint64_t size = 0;  // bytes of each tensor, where a side is a slot
     uint32_t local_tensor = 0;
     uint32_t remote_tensor = 0;
     uint32_t num_tensors = 0;
@@ -455,7 +456,7 @@ class Engine : Counted<Live::engine> {
     Batch *take_batch();
     void give_batch(Batch *batch);
     void poll_transport(unsigned index);
-    SubmitResult execute_inline(const TransferRequest &request, uint64_t bytes, const std::vector<BlockRun> &runs);
+    SubmitResult execute_inline(const TransferRequest &request, uint64_t bytes, const std::vector<Run> &runs);
     static adt_status_t usable(const TransferRequest &request);
     void with_endpoint(const std::shared_ptr<Peer> &peer, unsigned transport,
                        const std::function<void(const adt_transport_ops_t *, adt_transport_h, adt_endpoint_h)> &use);

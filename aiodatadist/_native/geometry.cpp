@@ -24,6 +24,66 @@ BlockFault find_repeat(const int64_t *list, size_t count) {
     return first == count ? BlockFault{} : BlockFault{BlockFault::duplicate, first, list[first]};
 }
 
+// A slot must lie in its cache, and hold what is to be moved.
+bool slot_fits(const Selection &side, const adt_geometry_t &g, uint64_t size) {
+    return size <= g.block_bytes && side.offset <= g.block_bytes - size;
+}
+
+BlockFault check(const Selection &local, const Selection &remote, size_t count, uint64_t size,
+                 const adt_geometry_t &local_geometry, const adt_geometry_t &remote_geometry,
+                 bool local_is_destination) {
+    const uint64_t local_blocks = local_geometry.num_blocks;
+    const uint64_t remote_blocks = remote_geometry.num_blocks;
+    if (local.is_slot) {
+        if (local.slot >= local_blocks) return {BlockFault::local_range, 0, static_cast<int64_t>(local.slot)};
+        if (!slot_fits(local, local_geometry, size)) return {BlockFault::size, 0, static_cast<int64_t>(size)};
+    }
+    if (remote.is_slot) {
+        if (remote.slot >= remote_blocks) return {BlockFault::remote_range, 0, static_cast<int64_t>(remote.slot)};
+        if (!slot_fits(remote, remote_geometry, size)) return {BlockFault::size, 0, static_cast<int64_t>(size)};
+    }
+    if (local.is_slot && remote.is_slot) return {};
+    if (local.is_slot || remote.is_slot) {
+        const uint64_t piece = local.is_slot ? remote_geometry.block_bytes : local_geometry.block_bytes;
+        if (count != size / piece + (size % piece != 0 ? 1 : 0)) {
+            return {BlockFault::size, 0, static_cast<int64_t>(size)};
+        }
+    }
+    // One bit a destination block finds repeats in O(blocks); a list in rising order needs none of it.
+    const Selection &into = local_is_destination ? local : remote;
+    const int64_t *destination = into.blocks;
+    bool rising = true;
+    for (size_t i = 0; i < count; ++i) {
+        // A negative index is out of range too: as unsigned it is huge.
+        if (!local.is_slot && static_cast<uint64_t>(local.blocks[i]) >= local_blocks) {
+            return {BlockFault::local_range, i, local.blocks[i]};
+        }
+        if (!remote.is_slot && static_cast<uint64_t>(remote.blocks[i]) >= remote_blocks) {
+            return {BlockFault::remote_range, i, remote.blocks[i]};
+        }
+        if (!into.is_slot && i > 0 && destination[i] <= destination[i - 1]) rising = false;
+    }
+    const uint64_t blocks = local_is_destination ? local_blocks : remote_blocks;
+    if (rising) return {};
+    if (blocks > kMostBits) return find_repeat(destination, count);
+    // Kept by the thread, and cleared by walking the list again, so that a short list into a huge cache stays cheap.
+    static thread_local std::vector<uint64_t> seen;
+    if (seen.size() < (blocks + 63) / 64) seen.resize((blocks + 63) / 64, 0);
+    BlockFault fault;
+    size_t marked = 0;
+    for (; marked < count; ++marked) {
+        const auto index = static_cast<uint64_t>(destination[marked]);
+        const uint64_t mask = uint64_t{1} << (index % 64);
+        if ((seen[index / 64] & mask) != 0) {
+            fault = {BlockFault::duplicate, marked, destination[marked]};
+            break;
+        }
+        seen[index / 64] |= mask;
+    }
+    for (size_t i = 0; i < marked; ++i) seen[static_cast<uint64_t>(destination[i]) / 64] = 0;
+    return fault;
+}
+
 }  // namespace
 
 bool valid_geometry(const adt_geometry_t &g) {
@@ -35,57 +95,41 @@ bool valid_geometry(const adt_geometry_t &g) {
     return !__builtin_mul_overflow(extent, uint64_t{g.num_tensors}, &all) && all <= uint64_t{INT64_MAX};
 }
 
-BlockFault make_runs(const int64_t *local, const int64_t *remote, size_t count, const adt_geometry_t &local_geometry,
-                     const adt_geometry_t &remote_geometry, bool local_is_destination, std::vector<BlockRun> &out) {
+BlockFault make_runs(const Selection &local, const Selection &remote, size_t count, uint64_t size,
+                     const adt_geometry_t &local_geometry, const adt_geometry_t &remote_geometry,
+                     bool local_is_destination, std::vector<Run> &out) {
     out.clear();
-    const uint64_t local_blocks = local_geometry.num_blocks;
-    const uint64_t remote_blocks = remote_geometry.num_blocks;
-    const bool merge = contiguous(local_geometry) && contiguous(remote_geometry);
-    const int64_t *destination = local_is_destination ? local : remote;
-
-    // One bit a destination block finds repeats in O(blocks); a list in rising order needs none of it.
-    bool rising = true;
-    for (size_t i = 0; i < count; ++i) {
-        // A negative index is out of range too: as unsigned it is huge.
-        if (static_cast<uint64_t>(local[i]) >= local_blocks) return {BlockFault::local_range, i, local[i]};
-        if (static_cast<uint64_t>(remote[i]) >= remote_blocks) return {BlockFault::remote_range, i, remote[i]};
-        if (i > 0 && destination[i] <= destination[i - 1]) rising = false;
-    }
-    const uint64_t blocks = local_is_destination ? local_blocks : remote_blocks;
-    if (!rising && blocks > kMostBits) {
-        const BlockFault fault = find_repeat(destination, count);
-        if (fault.kind != BlockFault::none) return fault;
-    } else if (!rising) {
-        // Kept by the thread, and cleared by walking the list again, so that a short list into a huge cache stays
-        // cheap.
-        static thread_local std::vector<uint64_t> seen;
-        if (seen.size() < (blocks + 63) / 64) seen.resize((blocks + 63) / 64, 0);
-        BlockFault fault;
-        size_t marked = 0;
-        for (; marked < count; ++marked) {
-            const auto index = static_cast<uint64_t>(destination[marked]);
-            const uint64_t mask = uint64_t{1} << (index % 64);
-            if ((seen[index / 64] & mask) != 0) {
-                fault = {BlockFault::duplicate, marked, destination[marked]};
-                break;
-            }
-            seen[index / 64] |= mask;
+    const BlockFault fault = check(local, remote, count, size, local_geometry, remote_geometry, local_is_destination);
+    if (fault.kind != BlockFault::none) return fault;
+    if (local.is_slot && remote.is_slot) {
+        if (size > 0) {
+            out.push_back({local.slot * local_geometry.block_stride + local.offset,
+                           remote.slot * remote_geometry.block_stride + remote.offset, size});
         }
-        for (size_t i = 0; i < marked; ++i) seen[static_cast<uint64_t>(destination[i]) / 64] = 0;
-        if (fault.kind != BlockFault::none) return fault;
+        return {};
     }
-
+    // A slot is one piece of memory; blocks are where none of the lists' sides has gaps.
+    const bool merge = (local.is_slot || contiguous(local_geometry)) && (remote.is_slot || contiguous(remote_geometry));
+    const uint64_t piece = local.is_slot ? remote_geometry.block_bytes : local_geometry.block_bytes;
+    const uint64_t total = local.is_slot || remote.is_slot ? size : count * piece;
+    const auto offset = [piece](const Selection &side, const adt_geometry_t &g, size_t i) {
+        return side.is_slot ? side.slot * g.block_stride + side.offset + i * piece
+                            : static_cast<uint64_t>(side.blocks[i]) * g.block_stride;
+    };
+    uint64_t done = 0;
     for (size_t i = 0; i < count; ++i) {
-        const auto l = static_cast<uint64_t>(local[i]);
-        const auto r = static_cast<uint64_t>(remote[i]);
+        const uint64_t length = std::min(piece, total - done);
+        const uint64_t l = offset(local, local_geometry, i);
+        const uint64_t r = offset(remote, remote_geometry, i);
+        done += length;
         if (merge && !out.empty()) {
-            BlockRun &last = out.back();
-            if (last.local + last.count == l && last.remote + last.count == r) {
-                ++last.count;
+            Run &last = out.back();
+            if (last.local + last.length == l && last.remote + last.length == r) {
+                last.length += length;
                 continue;
             }
         }
-        out.push_back({l, r, 1});
+        out.push_back({l, r, length});
     }
     return {};
 }

@@ -10,16 +10,25 @@
 
 namespace adt {
 
-// `count` neighbouring blocks: local [local, local+count) and remote [remote, remote+count).
-struct BlockRun {
+// `length` bytes of one tensor, counted from its start on each side.
+struct Run {
     uint64_t local;
     uint64_t remote;
-    uint64_t count;
+    uint64_t length;
 };
 
-// Why a block list was refused: which list, at which position, and the value found there.
+// What one side of a transfer names in every tensor: whole entries of dimension 0 (blocks), or a part of a single one
+// (a batch slot).
+struct Selection {
+    const int64_t *blocks = nullptr;
+    bool is_slot = false;
+    uint64_t slot = 0;
+    uint64_t offset = 0;  // bytes from the start of the slot
+};
+
+// Why a selection was refused: which side, at which position of a list, and the value found there.
 struct BlockFault {
-    enum Kind : int { none = 0, local_range, remote_range, duplicate };
+    enum Kind : int { none = 0, local_range, remote_range, duplicate, size };
     Kind kind = none;
     size_t position = 0;
     int64_t value = 0;
@@ -37,10 +46,13 @@ inline uint64_t tensor_extent(const adt_geometry_t &g) {
 // Checks that sizes are positive and that no product overflows.
 bool valid_geometry(const adt_geometry_t &g);
 
-// Checks both lists, refuses a destination named twice, and merges neighbours where both sides are contiguous.
-// `local_is_destination` says which list may not repeat.
-BlockFault make_runs(const int64_t *local, const int64_t *remote, size_t count, const adt_geometry_t &local_geometry,
-                     const adt_geometry_t &remote_geometry, bool local_is_destination, std::vector<BlockRun> &out);
+// Checks both sides, refuses a destination named twice, and merges neighbours where both sides are contiguous.
+// `local_is_destination` says which list may not repeat. `count` is the length of the lists. Where one side is a slot,
+// `size` bytes of it move: piece j of a block's size belongs to entry j of the list, and the last piece is what is
+// left.
+BlockFault make_runs(const Selection &local, const Selection &remote, size_t count, uint64_t size,
+                     const adt_geometry_t &local_geometry, const adt_geometry_t &remote_geometry,
+                     bool local_is_destination, std::vector<Run> &out);
 
 // True if [offset, offset+length) of a tensor lies inside blocks (not in the gaps of a strided tensor).
 bool inside_blocks(const adt_geometry_t &g, uint64_t offset, uint64_t length);
