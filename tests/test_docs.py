@@ -38,7 +38,7 @@ import pytest
 import aiodatadist as adt
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", "docs/guide.md")
+DOCUMENTS = ("README.md", "docs/guide.md", "docs/embedding.md")
 PROSE = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 SECONDS = 100.0
 
@@ -284,6 +284,20 @@ def test_serve_in_a_framework() -> None:
         assert what in said
 
 
+@pytest.mark.parametrize("transports", ["shm,tcp", "tcp"])
+def test_custom_scheduler(transports: str) -> None:
+    said = run([sys.executable, "examples/custom_scheduler.py", "--transports", transports], ROOT)
+    assert f"linked over {transports.split(',')[0]}" in said
+    found = re.search(
+        r"(\d+) requests finished, every block right; (\d+) hung up, (\d+) of them during their pull", said
+    )
+    assert found
+    finished, hung_up, aborted = map(int, found.groups())
+    assert finished + hung_up == 60
+    assert finished > 30
+    assert aborted > 0
+
+
 # Names and docstrings. ----------------------------------------------------------------------------------------
 
 
@@ -417,6 +431,7 @@ def test_the_readme_leads_to_all_documents() -> None:
     readme = (ROOT / "README.md").read_text()
     for wanted in (
         "docs/guide.md",
+        "docs/embedding.md",
         "docs/design.md",
         "CHANGELOG.md",
         "CONTRIBUTING.md",
