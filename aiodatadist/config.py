@@ -65,8 +65,8 @@ class Config:
         ``link.path`` says which, and why not the others. This version has ``"shm"`` and ``"tcp"``; the other
         known names count as not usable.
     cluster_key : bytes, optional
-        A secret of 16 to 1024 bytes that both ends of every link are to prove. Never shown by ``repr()``. Not
-        there yet: a DataDist refuses a Config that has one.
+        A secret of 16 to 1024 bytes that both ends of every link have to prove; it never travels. Never shown by
+        ``repr()``, and not read from the environment.
     transfer_timeout : float or None
         Deadline of a transfer that names none. None waits for ever.
     link_timeout : float or None

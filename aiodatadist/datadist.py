@@ -16,7 +16,6 @@ from .errors import (
     ArgumentError,
     ArgumentTypeError,
     ClosedError,
-    ConfigError,
     ForkedError,
     WrongLoopError,
 )
@@ -59,7 +58,7 @@ class DataDist:
     ArgumentError, ArgumentTypeError
         An argument cannot be used.
     ConfigError
-        The config asks for what this version cannot do: a cluster key.
+        A variable of the environment cannot be used.
 
     Notes
     -----
@@ -84,11 +83,6 @@ class DataDist:
         if config is not None and not isinstance(config, Config):
             raise ArgumentTypeError(f"config must be a Config, got {type(config).__name__}")
         self._config = Config.from_env() if config is None else config
-        if self._config.cluster_key is not None:
-            raise ConfigError(
-                "this version cannot prove a cluster key yet",
-                hint="leave cluster_key out, and keep the port off untrusted networks",
-            )
         address = None if listen is None else parse_address(listen, "listen", port_zero=True)
         self._thread_id = _NOWHERE
         self._links: Mapping[int, Link] = {}

@@ -25,7 +25,6 @@ from aiodatadist.errors import (
     ArgumentError,
     ArgumentTypeError,
     ClosedError,
-    ConfigError,
     DataDistError,
     ForkedError,
     LinkTimeout,
@@ -92,7 +91,6 @@ def threads() -> int:
         ({"cluster_id": 1, "listen": "127.0.0.1:70000"}, ArgumentError),
         ({"cluster_id": 1, "listen": 26000}, ArgumentTypeError),
         ({"cluster_id": 1, "config": {}}, ArgumentTypeError),
-        ({"cluster_id": 1, "config": Config(cluster_key=bytes(32))}, ConfigError),
     ],
     ids=str,
 )

@@ -649,7 +649,7 @@ async def test_the_unix_and_the_control_connection_must_lead_to_the_same_process
     async with DataDist(1, listen=LISTEN, config=QUICK) as a:
         channel, reply = await greet(a, transports=["shm", "tcp"])
         assert reply.host is not None
-        peer = await hostproof.prove_same_host(Runtime(), reply.host, 2.0)
+        peer = await hostproof.prove_same_host(Runtime(), reply.host, None, 2.0)
         assert peer.pid == os.getpid()
         channel.send(wire.HostProof(proved=True, nonce=peer.nonce, answer=bytes(16)))
         proof = await channel.expect(wire.HostProof)

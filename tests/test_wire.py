@@ -39,6 +39,9 @@ IDENTITY: dict[str, Any] = {
 
 MESSAGES: list[wire.Message] = [
     wire.Hello(target=7, **IDENTITY),
+    wire.Hello(target=7, challenge=2 * ID, **IDENTITY),
+    wire.Challenge(challenge=2 * ID),
+    wire.Proof(mac=2 * ID),
     wire.HelloReply(token=ID, host=wire.HostOffer(name=b"aiodatadist-1", nonce=ID), **IDENTITY),
     wire.HelloReply(token=ID, **IDENTITY),
     wire.Refused(kind="duplicate", reason="taken", status=5),
@@ -69,7 +72,8 @@ MESSAGES: list[wire.Message] = [
 
 @pytest.mark.parametrize("kind", wire.ConnectionKind)
 def test_preamble_round_trip(kind: wire.ConnectionKind) -> None:
-    preamble = wire.Preamble(kind, 7, ID)
+    control = kind is wire.ConnectionKind.CONTROL
+    preamble = wire.Preamble(kind) if control else wire.Preamble(kind, 7, ID, 2 * ID)
     packed = preamble.pack()
     assert len(packed) == wire.PREAMBLE_SIZE
     assert packed.startswith(b"ADT1")

@@ -2,22 +2,28 @@
 
 The connecting side (C) and the listening side (L) speak in turn::
 
-    C  Hello                     who I am, whom I mean
+    C  Hello                     who I am, whom I mean; with a cluster key a challenge
+    L  Challenge                 with a cluster key only, like Proof
+    C  Proof
     L  HelloReply | Refused      who I am, session token, where to prove the same host
+    L  Proof
     C  HostProof                 only if L offered it; C has been at L's unix socket by now
     L  HostProof
     C  Agree                     the transports; then C opens engine and data connections with the token
+    C  Proof
     C  Attached                  C's engine has them
     L  Attached                  all of them have come, and L's engine has them, too
 
-Either side may send Refused instead and close. Every step is part of one deadline, `Session.stage` says which
-one is under way, and whatever ends a handshake early closes all it has opened. Attached is sent by the `Link`,
-which names its caches only when the other's is there. So whoever has a key has an engine that says goodbye, and a
-side that gives up before that leaves nothing to wait for.
+The first Proof stands before all that L says or does for a peer, the second before C goes on, and the last covers
+what came after those. Either side may send Refused instead and close. Every step is part of one deadline,
+`Session.stage` says which one is under way, and whatever ends a handshake early closes all it has opened. Attached
+is sent by the `Link`, which names its caches only when the other's is there. So whoever has a key has an engine that
+says goodbye, and a side that gives up before that leaves nothing to wait for.
 """
 
 from __future__ import annotations
 
+import hmac
 import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -35,6 +41,7 @@ from ..errors import (
 )
 from ..types import LinkPath, Role
 from . import wire
+from .clusterproof import KeyProof, SessionKey
 from .hostproof import ELSEWHERE, HostDoor, HostPeer, HostRefused, allow_ptracer, prove_same_host
 
 if TYPE_CHECKING:
@@ -56,6 +63,7 @@ __all__ = [
 ]
 
 _HOST_PROOF_TIMEOUT: Final = 2.0
+_KEY_HINT: Final = "give both ends the same Config(cluster_key=...), or none to both"
 _SHM: Final = "shm"
 _TCP: Final = "tcp"
 
@@ -145,6 +153,8 @@ def refusal_error(kind: str, reason: str, status: int, peer: int | None) -> Data
     match kind:
         case wire.RefusalKind.VERSION | wire.RefusalKind.IDENTITY | wire.RefusalKind.TRANSPORTS:
             return HandshakeError(reason, peer=peer)
+        case wire.RefusalKind.KEY:
+            return HandshakeError(reason, peer=peer, hint=_KEY_HINT)
         case wire.RefusalKind.CROSSED:
             return Crossed(reason, peer=peer)
         case wire.RefusalKind.DUPLICATE:
@@ -220,18 +230,48 @@ class Channel:
         Cluster id, for errors; None until it is known.
     send_limit : int
         Longest message that the peer accepts.
+    key_proof : KeyProof or None
+        While a handshake with a cluster key is under way: takes note of all messages.
     """
 
     def __init__(self, stream: Stream, peer: int | None = None) -> None:
         self.stream = stream
         self.peer = peer
         self.send_limit = wire.HANDSHAKE_MAX_BYTES
+        self.key_proof: KeyProof | None = None
         self._frames = wire.FrameReader()
 
-    def set_limits(self, send: int, receive: int) -> None:
-        """Set the longest messages for after the handshake."""
+    def start_proving(self, key: bytes | None, *, dialed: bool) -> None:
+        """Call before the first message of a handshake."""
+        if key is not None:
+            self.key_proof = KeyProof(key, dialed=dialed)
+            self._frames.on_taken = self.key_proof.heard
+
+    def prove(self) -> None:
+        """Send a proof of the cluster key over all that was said so far, if there is one."""
+        if self.key_proof is not None:
+            self.send(wire.Proof(mac=self.key_proof.mine()))
+
+    async def check_proof(self) -> None:
+        """Wait for the peer's proof of the cluster key over all that was said so far, if there is one.
+
+        Raises
+        ------
+        Refusal
+            The peer has another key, or somebody between the two changed what was said.
+        """
+        if self.key_proof is None:
+            return
+        wanted = self.key_proof.theirs()
+        proof = await self.expect(wire.Proof)
+        if not hmac.compare_digest(proof.mac, wanted):
+            raise Refusal(wire.RefusalKind.KEY, "the proof of the cluster key is wrong: the sides have different ones")
+
+    def finish(self, send: int, receive: int) -> None:
+        """End the handshake: set the longest messages for after it, and take no more notes."""
         self.send_limit = send
         self._frames.limit = receive
+        self._frames.on_taken = self.key_proof = None
 
     def send(self, message: wire.Message) -> None:
         """Send now, or when there is room.
@@ -241,7 +281,10 @@ class Channel:
         ProtocolError
             The message is longer than the peer accepts.
         """
-        self.stream.send(wire.encode(message, self.send_limit))
+        frame = wire.encode(message, self.send_limit)
+        if self.key_proof is not None:
+            self.key_proof.said(frame[wire.LENGTH_SIZE :])
+        self.stream.send(frame)
 
     @property
     def has_more(self) -> bool:
@@ -272,24 +315,23 @@ class Channel:
                 return None
             self._frames.feed(data)
 
-    async def expect(self, kind: type[M]) -> M:
-        """Return the next message of the handshake, which must be of this kind.
+    async def expect(self, *kinds: type[M]) -> M:
+        """Return the next message of the handshake, which must be of one of these kinds.
 
         Raises
         ------
         DataDistError
             The peer refused, closed, or sent something else.
         """
+        wanted = kinds[0].__name__
         message = await self.receive()
-        if isinstance(message, kind):
+        if isinstance(message, kinds):
             return message
         if message is None:
-            raise PeerLostError(
-                f"{self.stream.peer} closed the connection instead of sending {kind.__name__}", peer=self.peer
-            )
+            raise PeerLostError(f"{self.stream.peer} closed the connection instead of sending {wanted}", peer=self.peer)
         if isinstance(message, wire.Refused):
             raise refusal_error(message.kind, message.reason, message.status, self.peer)
-        raise ProtocolError(f"the peer sent {type(message).__name__} instead of {kind.__name__}", peer=self.peer)
+        raise ProtocolError(f"the peer sent {type(message).__name__} instead of {wanted}", peer=self.peer)
 
     def close(self) -> None:
         """Close the connection."""
@@ -318,11 +360,14 @@ class Session:
         Whether the peer's engine is known to have its connections.
     dialed : bool
         This side opened the connections.
+    key : SessionKey or None
+        With a cluster key, once it is proved: binds the other connections to this session.
     """
 
     def __init__(self, channel: Channel, *, granted: int, dialed: bool = False) -> None:
         self.channel = channel
         self.dialed = dialed
+        self.key: SessionKey | None = None
         self.granted = granted
         self.stage = "connecting"
         self.theirs: wire.Identity | None = None
@@ -406,11 +451,15 @@ class _Arrivals:
     def __init__(self, runtime: Runtime, most: int) -> None:
         self._most = most
         self._expected: int | None = None
+        self.key: SessionKey | None = None
         self.engine: Stream | None = None
         self.data: dict[int, Stream] = {}
         self.complete = runtime.future()
 
     def add(self, preamble: wire.Preamble, stream: Stream) -> bool:
+        mac = wire.NO_MAC if self.key is None else self.key.seal(preamble).mac
+        if not hmac.compare_digest(preamble.mac, mac):
+            return False
         if preamble.kind is wire.ConnectionKind.ENGINE:
             if self.engine is not None or preamble.index:
                 return False
@@ -514,12 +563,28 @@ class Handshaker:
         DataDistError
             The peer refused, is another one, cannot be agreed with, or is gone.
         """
+        try:
+            return await self._connect(session, cluster_id)
+        except Refusal as why:
+            session.channel.send(why.message())
+            raise refusal_error(why.kind, why.reason, why.status, cluster_id) from None
+
+    async def _connect(self, session: Session, cluster_id: int) -> bool:
         channel = session.channel
+        key = self.own.config.cluster_key
+        challenge = None if key is None else secrets.token_bytes(wire.MAC_SIZE)
+        channel.start_proving(key, dialed=True)
         channel.stream.send(wire.Preamble(wire.ConnectionKind.CONTROL).pack())
-        mine = wire.Hello(target=cluster_id, **self.own.fields(session.granted))
+        mine = wire.Hello(target=cluster_id, challenge=challenge, **self.own.fields(session.granted))
         channel.send(mine)
         session.stage = "waiting for the answer to Hello"
+        if key is not None:
+            answer = await channel.expect(wire.Challenge, wire.HelloReply)
+            if isinstance(answer, wire.HelloReply):
+                raise Refusal(wire.RefusalKind.KEY, "the listening side asked for no proof of the cluster key")
+            channel.prove()
         reply = await channel.expect(wire.HelloReply)
+        await channel.check_proof()
         if reply.cluster_id != cluster_id:
             where = channel.stream.peer
             raise HandshakeError(
@@ -530,24 +595,22 @@ class Handshaker:
         if reply.incarnation == self.own.incarnation:
             return False
         session.theirs = reply
-        try:
-            agreed = negotiate(mine, reply)
-            session.transports = agreed.transports
-            if _SHM in agreed.transports:
-                await self._prove_to(session, reply.host)
-            if not session.transports:
-                raise _no_transport(mine, reply, session.host_reason)
-        except Refusal as why:
-            channel.send(why.message())
-            raise refusal_error(why.kind, why.reason, why.status, cluster_id) from None
+        session.key = None if channel.key_proof is None else channel.key_proof.session_key()
+        agreed = negotiate(mine, reply)
+        session.transports = agreed.transports
+        if _SHM in agreed.transports:
+            await self._prove_to(session, reply.host)
+        if not session.transports:
+            raise _no_transport(mine, reply, session.host_reason)
         count = agreed.data_connections if _TCP in session.transports else 0
         # Beside shm two do without; of more the engine keeps two for short requests whatever else there is.
         if count and (_SHM not in session.transports or count > SHORT_CONNECTIONS):
             count += SHORT_CONNECTIONS
         channel.send(wire.Agree(transports=list(session.transports), data_connections=count))
+        channel.prove()
         session.stage = "opening engine and data connections"
         await self._open_connections(session, reply.token, count)
-        channel.set_limits(reply.max_message, self.own.config.control_max_bytes)
+        channel.finish(reply.max_message, self.own.config.control_max_bytes)
         return True
 
     async def _prove_to(self, session: Session, offer: wire.HostOffer | None) -> None:
@@ -557,7 +620,7 @@ class Handshaker:
         session.stage = "proving the same host"
         channel = session.channel
         try:
-            session.host = await prove_same_host(self._runtime, offer, _HOST_PROOF_TIMEOUT)
+            session.host = await prove_same_host(self._runtime, offer, session.key, _HOST_PROOF_TIMEOUT)
         except HostRefused as why:
             session.drop_shm(str(why))
             channel.send(wire.HostProof(proved=False, reason=str(why)[:1000]))
@@ -589,6 +652,8 @@ class Handshaker:
         address = session.channel.stream.remote
         wanted = [wire.Preamble(wire.ConnectionKind.ENGINE, 0, token)]
         wanted += [wire.Preamble(wire.ConnectionKind.DATA, index, token) for index in range(count)]
+        if session.key is not None:
+            wanted = [session.key.seal(preamble) for preamble in wanted]
         streams: dict[int, Stream] = {}
         failures: list[OSError] = []
 
@@ -617,6 +682,29 @@ class Handshaker:
 
     # The listening side.
 
+    async def welcome(self, channel: Channel) -> wire.Hello:
+        """Return the Hello of a control connection. With a cluster key, the peer has proved it then.
+
+        Until it has, it is told nothing, and nothing is kept for it.
+
+        Raises
+        ------
+        Refusal
+            It has no key, another one, or one where there is none.
+        DataDistError
+            The peer is gone or breaks the protocol.
+        """
+        key = self.own.config.cluster_key
+        channel.start_proving(key, dialed=False)
+        hello = await channel.expect(wire.Hello)
+        if (hello.challenge is None) != (key is None):
+            having, lacking = ("connecting", "listening") if key is None else ("listening", "connecting")
+            raise Refusal(wire.RefusalKind.KEY, f"the {having} side has a cluster key, and the {lacking} side none")
+        if key is not None:
+            channel.send(wire.Challenge(challenge=secrets.token_bytes(wire.MAC_SIZE)))
+            await channel.check_proof()
+        return hello
+
     async def accept(self, session: Session, hello: wire.Hello) -> None:
         """Run the handshake after a Hello that is to be accepted.
 
@@ -638,22 +726,28 @@ class Handshaker:
         session.theirs = hello
         token, arrivals = self._sessions.open(config.tcp_connections + SHORT_CONNECTIONS)
         offer: wire.HostOffer | None = None
+        awaited = b""
         proved: list[HostPeer] = []
         try:
             fields = self.own.fields(session.granted)
             mine = wire.Identity(**fields)
             session.transports = negotiate(mine, hello).transports
             if _SHM in session.transports:
-                offer = self._host_door.offer(proved.append)
+                offer = self._host_door.offer()
             channel.send(wire.HelloReply(token=token, host=offer, **fields))
+            channel.prove()
+            if channel.key_proof is not None:
+                session.key = arrivals.key = channel.key_proof.session_key()
             if _SHM in session.transports:
                 if offer is None:
                     session.drop_shm("this side offers no same-host proof")
                 else:
+                    awaited = self._host_door.expect(offer, session.key, proved.append)
                     session.stage = "waiting for the peer's same-host proof"
                     await self._await_proof(session, proved)
             session.stage = "waiting for the peer's choice of transports"
             agree = await channel.expect(wire.Agree)
+            await channel.check_proof()
             self._check_agree(session, agree)
             session.stage = "waiting for engine and data connections"
             arrivals.expect(agree.data_connections)
@@ -661,11 +755,10 @@ class Handshaker:
             session.peer_attached = True
             await _unless_gone(channel, arrivals)
             session.engine, session.data = arrivals.take()
-            channel.set_limits(hello.max_message, config.control_max_bytes)
+            channel.finish(hello.max_message, config.control_max_bytes)
         finally:
             self._sessions.shut(token)
-            if offer is not None:
-                self._host_door.withdraw(offer)
+            self._host_door.withdraw(awaited)
             for peer in proved:
                 if peer is not session.host:
                     peer.close()

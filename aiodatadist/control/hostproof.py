@@ -1,7 +1,8 @@
 """Proof that two processes share a host, a user and a kernel, and what shm needs from it.
 
 Addresses prove nothing: containers share them and proxies fake them. So the connecting side sends, over an
-abstract unix socket named in the handshake, a memfd that holds the nonce it was given on the control stream;
+abstract unix socket named in the handshake, a memfd that holds the nonce it was given on the control stream, or
+with a cluster key what the key of the session makes of it;
 the listening side writes its own nonce into it. Each side then names on the control stream what it saw there.
 The kernel adds the other side's pid and uid, which become a pidfd, and process_vm is probed on a secret of
 the peer.
@@ -25,6 +26,8 @@ from . import wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from .clusterproof import SessionKey
 
 __all__ = ["ELSEWHERE", "HostDoor", "HostPeer", "HostRefused", "allow_ptracer", "prove_same_host"]
 
@@ -200,7 +203,12 @@ def _peer_of(channel: HostChannel) -> tuple[int, int]:
         raise HostRefused(f"pidfd_open of process {pid}: {why.strerror}") from why
 
 
-async def prove_same_host(runtime: Runtime, offer: wire.HostOffer, timeout: float) -> HostPeer:
+def _shown(offer: wire.HostOffer, key: SessionKey | None) -> bytes:
+    """Return what the peer's memfd has to hold: with a cluster key only the peer of this session knows it."""
+    return offer.nonce if key is None else key.host_nonce(offer.nonce)
+
+
+async def prove_same_host(runtime: Runtime, offer: wire.HostOffer, key: SessionKey | None, timeout: float) -> HostPeer:
     """Prove to the listening side that this process runs on its host.
 
     Raises
@@ -220,7 +228,7 @@ async def prove_same_host(runtime: Runtime, offer: wire.HostOffer, timeout: floa
             nonce = secrets.token_bytes(wire.ID_SIZE)
             memfd = os.memfd_create("aiodatadist-proof", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(memfd, _PROOF_BYTES)
-            os.pwrite(memfd, offer.nonce + nonce, 0)
+            os.pwrite(memfd, _shown(offer, key) + nonce, 0)
             await channel.send(_GREETING, memfd)
             reply, fds = await channel.receive()
             close_all(fds)
@@ -268,20 +276,24 @@ class HostDoor:
         name = b"aiodatadist-" + secrets.token_hex(16).encode()
         self._listener = self._runtime.listen_host(name, self._on_channel)
 
-    def offer(self, on_peer: Callable[[HostPeer], None]) -> wire.HostOffer | None:
-        """Make an offer, if this side listens.
+    def offer(self) -> wire.HostOffer | None:
+        """Return an offer, if this side listens."""
+        if self._listener is None:
+            return None
+        return wire.HostOffer(name=self._listener.name, nonce=secrets.token_bytes(wire.ID_SIZE))
+
+    def expect(self, offer: wire.HostOffer, key: SessionKey | None, on_peer: Callable[[HostPeer], None]) -> bytes:
+        """Let in whoever shows what the offer asks for, until `withdraw` is called with what this returns.
 
         `on_peer` is called at most once, with a peer that it owns from then on.
         """
-        if self._listener is None:
-            return None
-        nonce = secrets.token_bytes(wire.ID_SIZE)
-        self._awaited[nonce] = on_peer
-        return wire.HostOffer(name=self._listener.name, nonce=nonce)
+        shown = _shown(offer, key)
+        self._awaited[shown] = on_peer
+        return shown
 
-    def withdraw(self, offer: wire.HostOffer) -> None:
-        """Take an offer back."""
-        self._awaited.pop(offer.nonce, None)
+    def withdraw(self, shown: bytes) -> None:
+        """Let nobody in any more; undoes `expect`, if it was called."""
+        self._awaited.pop(shown, None)
 
     def close(self) -> None:
         """Stop listening."""

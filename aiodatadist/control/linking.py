@@ -455,14 +455,22 @@ class LinkManager:
 
     # Being linked. ------------------------------------------------------------------------------------------
 
-    async def serve(self, stream: Stream) -> None:
-        """Serve a control connection that came in, to the end of its link."""
+    async def serve(self, stream: Stream, known: Callable[[], None]) -> None:
+        """Serve a control connection that came in, to the end of its link.
+
+        Parameters
+        ----------
+        stream : Stream
+        known : callable
+            Called when the peer has said who it is and, with a cluster key, has proved that.
+        """
         channel = Channel(stream)
         try:
             hello: wire.Hello | None = None
             with Deadline(self.own.config.handshake_timeout):
-                hello = await channel.expect(wire.Hello)
+                hello = await self._handshaker.welcome(channel)
             if hello is not None:
+                known()
                 await self._serve(channel, hello)
         except Refusal as why:
             _log.info("refused a link", peer=stream.peer, kind=why.kind.value, reason=why.reason)
@@ -536,6 +544,7 @@ class LinkManager:
                 Status.ALREADY_LINK,
             )
         channel.send(wire.HelloReply(token=secrets.token_bytes(wire.ID_SIZE), **own.fields(0)))
+        channel.prove()
         with Deadline(_REFUSAL_SECONDS):
             await channel.receive()  # the other end closes when it has seen who it is
 

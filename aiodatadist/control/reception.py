@@ -20,7 +20,8 @@ __all__ = ["Reception"]
 _log = get_logger()
 
 MAX_UNKNOWN: Final = 512
-"""Connections that have not said what they are; above, the one that has been silent for longest is closed."""
+"""Connections that have not said what they are, or (control connections) who and, with a cluster key, not proved it.
+Above, the oldest of them is closed: honest peers are through in a few round trips."""
 
 
 class Reception:
@@ -36,7 +37,8 @@ class Reception:
     sessions : SessionDoor
         Gets engine and data connections.
     on_control : callable
-        A coroutine function that serves a control connection and closes it.
+        A coroutine function that serves a control connection and closes it. Its second argument is to be called when
+        the peer is known: until then the connection may be closed for newer ones.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class Reception:
         tasks: Tasks,
         timeout: float,
         sessions: SessionDoor,
-        on_control: Callable[[Stream], Coroutine[Any, Any, None]],
+        on_control: Callable[[Stream, Callable[[], None]], Coroutine[Any, Any, None]],
     ) -> None:
         self._runtime = runtime
         self._tasks = tasks
@@ -74,19 +76,20 @@ class Reception:
         self._tasks.start(self._sort, stream, name="aiodatadist-preamble")
 
     async def _sort(self, stream: Stream) -> None:
+        def known() -> None:
+            self._unknown.pop(stream, None)
+
         preamble: wire.Preamble | None = None
         try:
             with Deadline(self._timeout):
                 preamble = wire.Preamble.unpack(await stream.receive_exactly(wire.PREAMBLE_SIZE))
+            if preamble is not None and preamble.kind is wire.ConnectionKind.CONTROL:
+                await self._on_control(stream, known)
         except (OSError, EOFError, ProtocolError) as why:
             _log.debug("dropped a connection", peer=stream.peer, reason=str(why))
         finally:
-            self._unknown.pop(stream, None)
+            known()
             if preamble is None:
                 stream.close()
-        if preamble is None:
-            return
-        if preamble.kind is wire.ConnectionKind.CONTROL:
-            await self._on_control(stream)
-        else:
+        if preamble is not None and preamble.kind is not wire.ConnectionKind.CONTROL:
             self._sessions.admit(preamble, stream)

@@ -13,6 +13,7 @@ that a new one is sent only where the agreed version has it.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Annotated, Final
@@ -31,6 +32,7 @@ __all__ = [
     "Attached",
     "CacheAnnounce",
     "CacheWithdraw",
+    "Challenge",
     "ConnectionKind",
     "ExportedKey",
     "FrameReader",
@@ -43,6 +45,7 @@ __all__ = [
     "Notify",
     "NotifyCredit",
     "Preamble",
+    "Proof",
     "Ready",
     "RefusalKind",
     "Refused",
@@ -66,12 +69,20 @@ KEY_MAX_BYTES: Final = 1024 * 1024
 ID_SIZE: Final = 16
 """Bytes of incarnations, session tokens and nonces."""
 
+MAC_SIZE: Final = 32
+"""Bytes of challenges and of proofs of the cluster key."""
+
+NO_MAC: Final = bytes(MAC_SIZE)
+"""In place of a proof, where there is no cluster key."""
+
 _MAGIC: Final = b"ADT1"
-_PREAMBLE: Final = struct.Struct("<4sBBH16s40s")
+_PREAMBLE: Final = struct.Struct("<4sBBH16s32s8s")
 _PREAMBLE_VERSION: Final = 1
 _NO_TOKEN: Final = bytes(ID_SIZE)
-_NO_REST: Final = bytes(40)
+_NO_REST: Final = bytes(8)
 _LENGTH: Final = struct.Struct("<I")
+LENGTH_SIZE: Final = _LENGTH.size
+"""Bytes in front of a message."""
 
 
 class ConnectionKind(IntEnum):
@@ -93,15 +104,18 @@ class Preamble:
         Number of a data connection among those of its link; 0 for the other kinds.
     token : bytes
         The session token of the handshake; zeros for a control connection.
+    mac : bytes
+        Proof that the sender has the key of the session; zeros without a cluster key, and for a control connection.
     """
 
     kind: ConnectionKind
     index: int = 0
     token: bytes = _NO_TOKEN
+    mac: bytes = NO_MAC
 
     def pack(self) -> bytes:
         """Return the 64 bytes."""
-        return _PREAMBLE.pack(_MAGIC, self.kind, _PREAMBLE_VERSION, self.index, self.token, _NO_REST)
+        return _PREAMBLE.pack(_MAGIC, self.kind, _PREAMBLE_VERSION, self.index, self.token, self.mac, _NO_REST)
 
     @classmethod
     def unpack(cls, data: bytes | bytearray) -> Preamble:
@@ -114,7 +128,7 @@ class Preamble:
         """
         if len(data) != PREAMBLE_SIZE:
             raise ProtocolError(f"a preamble has {PREAMBLE_SIZE} bytes, got {len(data)}")
-        magic, kind, version, index, token, rest = _PREAMBLE.unpack(data)
+        magic, kind, version, index, token, mac, rest = _PREAMBLE.unpack(data)
         if magic != _MAGIC:
             raise ProtocolError(f"the connection began with {magic!r} instead of {_MAGIC!r}")
         try:
@@ -123,11 +137,15 @@ class Preamble:
             raise ProtocolError(f"connection kind {kind} is unknown") from None
         # A later preamble may use the rest; a control connection of any version is let in, so that the
         # handshake can answer it with the versions spoken here.
-        if version == _PREAMBLE_VERSION and rest != _NO_REST:
-            raise ProtocolError("the unused bytes of the preamble are not zero")
-        if known is not ConnectionKind.CONTROL and version != _PREAMBLE_VERSION:
+        if known is ConnectionKind.CONTROL:
+            if version == _PREAMBLE_VERSION and (index, token, mac, rest) != (0, _NO_TOKEN, NO_MAC, _NO_REST):
+                raise ProtocolError("the unused bytes of the preamble are not zero")
+            return cls(known)
+        if version != _PREAMBLE_VERSION:
             raise ProtocolError(f"preamble version {version} is unknown")
-        return cls(known, index, token)
+        if rest != _NO_REST:
+            raise ProtocolError("the unused bytes of the preamble are not zero")
+        return cls(known, index, token, mac)
 
 
 # Messages. --------------------------------------------------------------------------------------------------
@@ -137,6 +155,7 @@ _U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 _U16 = Annotated[int, msgspec.Meta(ge=0, le=2**16 - 1)]
 _I64 = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 _Id = Annotated[bytes, msgspec.Meta(min_length=ID_SIZE, max_length=ID_SIZE)]
+_Mac = Annotated[bytes, msgspec.Meta(min_length=MAC_SIZE, max_length=MAC_SIZE)]
 _Name = Annotated[str, msgspec.Meta(max_length=64)]
 _Names = Annotated[list[_Name], msgspec.Meta(max_length=32)]
 _Host = Annotated[str, msgspec.Meta(max_length=300)]
@@ -199,9 +218,12 @@ class Hello(Identity, frozen=True, kw_only=True, tag=1):
     ----------
     target : int
         The cluster id it means to link.
+    challenge : bytes or None
+        Random: what the listening side's proof of the cluster key has to contain. None: there is no key here.
     """
 
     target: _U64
+    challenge: _Mac | None = None
 
 
 class HostOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -244,6 +266,7 @@ class RefusalKind(StrEnum):
     TRANSPORTS = "transports"
     CLOSING = "closing"
     BUSY = "busy"
+    KEY = "key"
 
 
 class Refused(Message, frozen=True, kw_only=True, tag=3):
@@ -408,6 +431,30 @@ class NotifyCredit(Message, frozen=True, kw_only=True, tag=14):
     count: Annotated[int, msgspec.Meta(ge=1, le=2**32 - 1)]
 
 
+class Challenge(Message, frozen=True, kw_only=True, tag=20):
+    """Answer to a Hello where a cluster key is needed. Says nothing else about the listening side.
+
+    Parameters
+    ----------
+    challenge : bytes
+        Random: what the connecting side's proof has to contain.
+    """
+
+    challenge: _Mac
+
+
+class Proof(Message, frozen=True, kw_only=True, tag=21):
+    """Proof of the cluster key, over all messages so far. Sent with a key only.
+
+    Parameters
+    ----------
+    mac : bytes
+        See `clusterproof.KeyProof`.
+    """
+
+    mac: _Mac
+
+
 AnyMessage = (
     Hello
     | HelloReply
@@ -423,6 +470,8 @@ AnyMessage = (
     | UnlinkAck
     | Notify
     | NotifyCredit
+    | Challenge
+    | Proof
 )
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -464,10 +513,16 @@ class FrameReader:
     ----------
     limit : int
         Longest message accepted, in bytes. May be changed between messages.
+
+    Attributes
+    ----------
+    on_taken : callable or None
+        Called with the bytes of each message that is taken.
     """
 
     def __init__(self, limit: int = HANDSHAKE_MAX_BYTES) -> None:
         self.limit = limit
+        self.on_taken: Callable[[memoryview], None] | None = None
         self._buffer = bytearray()
         self._start = 0
 
@@ -502,6 +557,8 @@ class FrameReader:
         self._start = end
         try:
             with memoryview(buffer) as view, view[begin:end] as body:
+                if self.on_taken is not None:
+                    self.on_taken(body)
                 return _decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as why:
             raise ProtocolError(f"the peer sent a message that cannot be read: {why}") from why
