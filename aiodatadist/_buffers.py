@@ -468,23 +468,45 @@ def _require_list(tensors: object) -> Sequence[object]:
 def _require_disjoint(views: Sequence[BufferView]) -> None:
     """Refuse tensors that share bytes. They have one shape and one stride; interleaved ones are fine."""
     order = sorted(range(len(views)), key=lambda i: views[i].address)
-    first = views[0]
-    stride, block, last = first.stride, first.block_bytes, first.num_blocks - 1
     for position, i in enumerate(order):
         end = views[i].address + views[i].nbytes
         for j in order[position + 1 :]:
-            distance = views[j].address - views[i].address
             if views[j].address >= end:
                 break
-            # Block b of the later tensor begins `gap` bytes after block b + `steps` of the earlier one does.
-            steps, gap = divmod(distance, stride)
-            if (steps <= last and gap < block) or (steps + 1 <= last and stride - gap < block):
+            if _overlap(views[i], views[j]):
                 low, high = sorted((i, j))
                 raise ArgumentError(
                     f"tensors[{low}] at {views[low].address:#x} and tensors[{high}] at "
                     f"{views[high].address:#x} overlap ({views[low].nbytes} bytes each)",
                     hint="give every tensor memory of its own",
                 )
+
+
+def _overlap(earlier: BufferView, later: BufferView) -> bool:
+    """Say whether two tensors share bytes, of which one begins inside the other; where in doubt, that they do."""
+    stride, last = earlier.stride, earlier.num_blocks - 1
+    if stride != later.stride or last == 0:
+        return True
+    # Block b of the later tensor begins `gap` bytes after block b + `steps` of the earlier one does.
+    steps, gap = divmod(later.address - earlier.address, stride)
+    return (steps <= last and gap < earlier.block_bytes) or (steps + 1 <= last and stride - gap < later.block_bytes)
+
+
+def share_memory(some: Sequence[BufferView], others: Sequence[BufferView]) -> bool:
+    """Say whether tensors of two caches share bytes; interleaved ones of one stride do not."""
+    both = sorted([(view.address, 0, view) for view in some] + [(view.address, 1, view) for view in others], key=_place)
+    for position, (start, side, view) in enumerate(both):
+        end = start + view.nbytes
+        for address, other_side, other in both[position + 1 :]:
+            if address >= end:
+                break
+            if side != other_side and _overlap(view, other):
+                return True
+    return False
+
+
+def _place(entry: tuple[int, int, BufferView]) -> int:
+    return entry[0]
 
 
 def collect(tensors: object, desc: CacheDesc | None = None) -> tuple[list[BufferView], Geometry]:

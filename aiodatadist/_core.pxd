@@ -195,6 +195,9 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
         adt_status_t import_cache(
             const shared_ptr[CPeer] &peer, uint64_t cache_id, const adt_geometry_t &geometry, unsigned transport,
             const adt_key_t &key, shared_ptr[CRemoteCache] &out, string &error) except +
+        adt_status_t import_local(
+            const shared_ptr[CNode] &node, const shared_ptr[CLocalCache] &source, shared_ptr[CRemoteCache] &out,
+            string &error) except +
         void release_cache(const shared_ptr[CRemoteCache] &cache) except +
         CSubmitResult submit(const CTransferRequest &request) except +
         void cancel(uint64_t op_id) except +
@@ -260,7 +263,6 @@ cdef class Node:
 cdef class Peer:
     cdef shared_ptr[CPeer] peer
     cdef readonly Node node
-    cdef imported(self, shared_ptr[CRemoteCache] cache, str name, list reasons)
 
 cdef class LocalCache:
     cdef shared_ptr[CLocalCache] cache
@@ -269,7 +271,7 @@ cdef class LocalCache:
 
 cdef class RemoteCache:
     cdef shared_ptr[CRemoteCache] cache
-    cdef readonly Peer peer
+    cdef readonly Node node
     cdef Engine engine
     cdef readonly str transport
     cdef readonly str path

@@ -504,6 +504,15 @@ cdef class LocalCache:
             keys.append((name, <bytes>self.node.engine.get().export_key(self.cache, i), fd))
         return keys
 
+    def source(self):
+        """The cache as the source of copies into caches of the same node. Closing the cache ends it, too."""
+        cdef shared_ptr[CRemoteCache] cache
+        cdef string error
+        cdef adt_status_t status = self.node.engine.get().import_local(self.node.node, self.cache, cache, error)
+        if status != ADT_OK:
+            raise error_from_native(status, detail=error.decode() or f"cache {self.id}")
+        return imported(self.node, move(cache), "local", [])
+
     def close(self):
         """Refuse new use; EVENT_CACHE_QUIET follows when nothing can touch it any more."""
         self.node.engine.get().close_cache(self.node.node, self.cache)
@@ -540,7 +549,7 @@ cdef class Peer:
             status = self.node.engine.get().import_cache(
                 self.peer, cache_id, g, transport_index(name), key, cache, error)
             if status == ADT_OK:
-                return self.imported(move(cache), name, reasons)
+                return imported(self.node, move(cache), name, reasons)
             if status == -2:
                 raise CacheNotFound(f"cache {cache_id} was closed by its owner")
             if status == -8:
@@ -548,16 +557,6 @@ cdef class Peer:
             reasons.append(f"{name}: {error.decode(errors='replace')}")
         raise TransportUnavailable(f"no transport reaches cache {cache_id} ({'; '.join(reasons) or 'no keys'})",
                                    reason="; ".join(reasons) or "the peer sent no usable key")
-
-    cdef imported(self, shared_ptr[CRemoteCache] cache, str name, list reasons):
-        cdef RemoteCache result = RemoteCache.__new__(RemoteCache)
-        result.peer = self
-        result.engine = self.node.engine
-        result.transport = name
-        result.path = cache.get().path.name.decode()
-        result.reasons = "; ".join(reasons)
-        result.cache = move(cache)
-        return result
 
     def fence(self):
         """Ask the peer's engine to finish what it does to local memory; EVENT_FENCED with the token follows."""
@@ -589,12 +588,23 @@ cdef class Peer:
         self.node.engine.get().disconnect(self.peer, status)
 
 
-# The engine is needed to give the key back, also when the collector ends this as part of a cycle; then the peer may
+cdef imported(Node node, shared_ptr[CRemoteCache] cache, str transport, list reasons):
+    cdef RemoteCache result = RemoteCache.__new__(RemoteCache)
+    result.node = node
+    result.engine = node.engine
+    result.transport = transport
+    result.path = cache.get().path.name.decode()
+    result.reasons = "; ".join(reasons)
+    result.cache = move(cache)
+    return result
+
+
+# The engine is needed to give the key back, also when the collector ends this as part of a cycle; then the node may
 # have lost its own attributes already.
 @cython.no_gc_clear
 @cython.final
 cdef class RemoteCache:
-    """A peer's cache, reachable from here."""
+    """A peer's cache, or one of this node as the source of local copies, reachable from here."""
 
     def __dealloc__(self):
         if self.cache.get() != NULL and self.engine.engine.get() != NULL:
@@ -796,7 +806,7 @@ cdef class Pair:
         self.local = local
         self.remote = remote
         self.pin = pin
-        if local.node is not remote.peer.node:
+        if local.node is not remote.node:
             raise ArgumentError("the two caches of a pair belong to different nodes")
         self.ring = local.node.ring
         self.engine = local.node.engine

@@ -17,6 +17,10 @@
 #include "threads.hpp"
 
 extern "C" {
+adt_status_t adt_unsupported_import_local(adt_transport_h, adt_mem_h, const adt_geometry_t *, adt_remote_h *,
+                                          adt_path_t *) {
+    return ADT_ERR_UNSUPPORTED;
+}
 adt_status_t adt_unsupported_execute(adt_transport_h, const adt_batch_t *) {
     return ADT_ERR_UNSUPPORTED;
 }
@@ -160,6 +164,9 @@ Engine::~Engine() {
     {
         Section s(*this);
         for (auto &[id, peer] : peers_) peers.push_back(peer);
+        for (auto &[id, node] : nodes_) {
+            if (node->self) peers.push_back(node->self);
+        }
         for (const std::shared_ptr<Peer> &peer : peers) end_peer(s, *peer, ADT_ERR_CLOSED, false);
     }
     if (options_.stepped) {
@@ -174,6 +181,7 @@ Engine::~Engine() {
             peer->ops.clear();
             peer->fences_on_peer.clear();
             peer->node->peers.clear();
+            peer->node->self.reset();
         }
         ops_.clear();
         peers_.clear();
@@ -383,10 +391,10 @@ void Engine::fire(Section &s, const Timer &timer) {
 // ---------------------------------------------------------------------------------------------------- operations
 
 adt_status_t Engine::usable(const TransferRequest &request) {
-    if (request.local->closed) return ADT_ERR_CLOSED;
-    const Peer &peer = *request.remote->peer;
-    if (peer.state != Peer::State::active) return ADT_ERR_PEER_LOST;
-    return request.remote->closed ? ADT_ERR_NOT_FOUND : ADT_OK;
+    const RemoteCache &remote = *request.remote;
+    if (request.local->closed || (remote.here && remote.here->closed)) return ADT_ERR_CLOSED;
+    if (remote.peer->state != Peer::State::active) return remote.here ? ADT_ERR_CLOSED : ADT_ERR_PEER_LOST;
+    return remote.closed ? ADT_ERR_NOT_FOUND : ADT_OK;
 }
 
 SubmitResult Engine::submit(const TransferRequest &request) {
@@ -439,6 +447,7 @@ SubmitResult Engine::submit(const TransferRequest &request) {
     op.exhausted = bytes == 0;
     ++op.local->operations;
     ++op.remote->operations;
+    if (op.remote->here) ++op.remote->here->operations;
     op.peer->ops.insert(&op);
     if (request.timeout_ns > 0) {
         op.deadline = add_timer(op.started_ns + request.timeout_ns, TimerKind::deadline, op.id);
@@ -691,8 +700,11 @@ void Engine::report(Section &s, Op &op) {
     event.cookie = std::exchange(op.cookie, nullptr);
     emit(*op.peer->node, event);
     // Local memory is quiet, though a detached batch may be on the wire for long: its cache may be taken back.
+    LocalCache *const source = op.remote->here.get();
     --op.local->operations;
+    if (source != nullptr) --source->operations;
     settle_cache(s, *op.peer->node, *op.local);
+    if (source != nullptr) settle_cache(s, *op.peer->node, *source);
 }
 
 void Engine::retire(Section &s, Op &op) {

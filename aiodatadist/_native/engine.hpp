@@ -113,6 +113,7 @@ struct RemoteCache : Counted<Live::remote_cache> {
     adt_remote_h handle = nullptr;
     adt_path_t path{};
     std::shared_ptr<Peer> peer;
+    std::shared_ptr<LocalCache> here;  // a cache of the node itself, which operations pin as well; null: a peer's
     // under Engine::mu_
     bool closed = false;    // the owner took it back, or the link ended
     bool released = false;  // nobody starts anything with it any more: the key goes with the last operation
@@ -246,6 +247,10 @@ struct Served : Counted<Live::served> {
 };
 
 // One link's native side, one epoch. The engine connection carries WireMessage both ways.
+//
+// A node's copies between its own caches are operations like all others, on a peer that is the node itself: it has no
+// wire, no process and no endpoints, so it is never lost, nobody fences on it, and only the end of the node ends it. It
+// stands in Node::self and in none of the tables of links.
 struct Peer : Counted<Live::peer> {
     enum class State : uint8_t { active, ending, quiet };
 
@@ -253,6 +258,7 @@ struct Peer : Counted<Live::peer> {
     std::shared_ptr<Node> node;
     Fd wire;
     Fd pidfd;
+    bool self = false;
     bool same_host = false;
     bool exposed = false;  // the peer's process can touch local memory by itself: same host, and it may have a key
     std::array<adt_endpoint_h, kTransportCount> endpoints{};
@@ -302,6 +308,7 @@ struct Node : Counted<Live::node> {
     // under Engine::mu_
     std::unordered_map<uint64_t, std::shared_ptr<LocalCache>> caches;
     std::unordered_map<uint64_t, std::shared_ptr<Peer>> peers;
+    std::shared_ptr<Peer> self;  // from the first local copy until the node is closed and they have ended
     bool closed = false;
 };
 
@@ -410,6 +417,9 @@ class Engine : Counted<Live::engine> {
     adt_status_t import_cache(const std::shared_ptr<Peer> &peer, uint64_t cache_id, const adt_geometry_t &geometry,
                               unsigned transport, const adt_key_t &key, std::shared_ptr<RemoteCache> &out,
                               std::string &error);
+    // A cache of the node itself as the source of local copies. Closing it ends this, too, after running copies.
+    adt_status_t import_local(const std::shared_ptr<Node> &node, const std::shared_ptr<LocalCache> &source,
+                              std::shared_ptr<RemoteCache> &out, std::string &error);
     void release_cache(const std::shared_ptr<RemoteCache> &cache);
 
     SubmitResult submit(const TransferRequest &request);
@@ -483,6 +493,8 @@ class Engine : Counted<Live::engine> {
     void force_fences(Section &s, Peer &peer, bool silent);
     void release_remote(Section &s, RemoteCache &cache);
     void close_remote(Section &s, const std::weak_ptr<RemoteCache> &import);
+    void close_imports(Section &s, Peer &peer, uint64_t cache);
+    static bool nothing_left(const Node &node);
     static bool answers_late(const Peer &peer, uint64_t now);
     void emit(const Node &node, const Event &event) const { node.ring->push(event); }
 

@@ -58,19 +58,25 @@ void Engine::abort_node(const std::shared_ptr<Node> &node) {
     node->closed = true;
     std::vector<std::shared_ptr<Peer>> peers;
     for (const auto &[id, peer] : node->peers) peers.push_back(peer);
+    if (node->self) peers.push_back(node->self);
     for (const std::shared_ptr<Peer> &peer : peers) end_peer(s, *peer, ADT_ERR_CLOSED, false);
+}
+
+// No peer can touch the node's memory, and no operation is unfinished.
+bool Engine::nothing_left(const Node &node) {
+    return node.peers.empty() && (!node.self || (node.self->ops.empty() && node.self->inline_active == 0));
 }
 
 bool Engine::node_quiet(const std::shared_ptr<Node> &node) {
     if (in_forked_child()) return true;
     const std::lock_guard<std::mutex> lock(mu_);
-    return node->peers.empty();
+    return nothing_left(*node);
 }
 
 bool Engine::wait_node_quiet(const std::shared_ptr<Node> &node, uint64_t timeout_ns) {
     if (in_forked_child()) return true;
     std::unique_lock<std::mutex> lock(mu_);
-    return quiet_cv_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [&] { return node->peers.empty(); });
+    return quiet_cv_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [&] { return nothing_left(*node); });
 }
 
 void Engine::close_node(const std::shared_ptr<Node> &node) {
@@ -80,6 +86,10 @@ void Engine::close_node(const std::shared_ptr<Node> &node) {
     std::vector<std::shared_ptr<LocalCache>> caches;
     for (const auto &[id, cache] : node->caches) caches.push_back(cache);
     for (const std::shared_ptr<LocalCache> &cache : caches) close_local(s, node, cache);
+    if (const std::shared_ptr<Peer> self = node->self) {
+        s.defer([self] {});
+        end_peer(s, *self, ADT_ERR_CLOSED, false);
+    }
     nodes_.erase(node->id);
 }
 
@@ -150,6 +160,7 @@ void Engine::close_local(Section &s, const std::shared_ptr<Node> &node, const st
         start_fence(s, *peer, 0, cache);
         take_over(s, *peer);
     }
+    if (node->self) close_imports(s, *node->self, cache->id);
     settle_cache(s, *node, *cache);
 }
 
@@ -220,6 +231,51 @@ adt_status_t Engine::import_cache(const std::shared_ptr<Peer> &peer, uint64_t ca
     return ADT_OK;
 }
 
+adt_status_t Engine::import_local(const std::shared_ptr<Node> &node, const std::shared_ptr<LocalCache> &source,
+                                  std::shared_ptr<RemoteCache> &out, std::string &error) {
+    if (in_forked_child()) return ADT_ERR_CLOSED;
+    auto cache = std::make_shared<RemoteCache>();
+    cache->id = source->id;
+    cache->geometry = source->geometry;
+    cache->here = source;
+    {
+        const std::lock_guard<std::mutex> lock(mu_);
+        if (node->closed || source->closed) return ADT_ERR_CLOSED;
+        if (!node->self) {
+            auto self = std::make_shared<Peer>();
+            self->id = next_id_++;
+            self->node = node;
+            self->self = true;
+            self->endpoints_gone = true;
+            self->wire_open = false;
+            node->self = std::move(self);
+        }
+        cache->peer = node->self;
+        ++source->operations;  // keeps its registrations until the transports have read them
+    }
+    adt_status_t status = ADT_ERR_UNSUPPORTED;
+    for (unsigned i = 0; i < kTransportCount && status == ADT_ERR_UNSUPPORTED; ++i) {
+        const Transport &t = transports_[i];
+        status = t.ops->import_local(t.handle, source->mems[i], &cache->geometry, &cache->handle, &cache->path);
+        cache->transport = i;
+    }
+    Section s(*this);
+    --source->operations;
+    settle_cache(s, *node, *source);
+    if (status != ADT_OK) {
+        error = "no transport copies within this process";
+        return status;
+    }
+    if (source->closed || cache->peer->state != Peer::State::active) {
+        cache->released = true;
+        release_remote(s, *cache);
+        return ADT_ERR_CLOSED;
+    }
+    cache->peer->imports.emplace(cache->id, cache);
+    out = std::move(cache);
+    return ADT_OK;
+}
+
 void Engine::release_cache(const std::shared_ptr<RemoteCache> &cache) {
     if (in_forked_child()) return;
     Section s(*this);
@@ -238,6 +294,12 @@ void Engine::close_remote(Section &s, const std::weak_ptr<RemoteCache> &import) 
     cache->released = true;
     release_remote(s, *cache);
     s.defer([cache] {});
+}
+
+void Engine::close_imports(Section &s, Peer &peer, uint64_t cache) {
+    const auto [first, last] = peer.imports.equal_range(cache);
+    for (auto at = first; at != last; ++at) close_remote(s, at->second);
+    peer.imports.erase(first, last);
 }
 
 void Engine::release_remote(Section &s, RemoteCache &cache) {
@@ -369,7 +431,7 @@ void Engine::end_peer(Section &s, Peer &peer, adt_status_t status, bool told) {
         s.defer([this, keep = found->second] { disconnect_endpoints(keep); });
     }
     send(s, peer, {static_cast<uint8_t>(Say::disconnect), 0, 0, status, 0, 0, 0});
-    if (!peer.exposed) add_timer(clock_.now_ns() + peer.node->drain_ns, TimerKind::linger, peer.id);
+    if (!peer.exposed && !peer.self) add_timer(clock_.now_ns() + peer.node->drain_ns, TimerKind::linger, peer.id);
     settle_peer(s, peer);
 }
 
@@ -407,6 +469,11 @@ void Engine::settle_peer(Section &s, Peer &peer) {
         for (const std::shared_ptr<LocalCache> &cache : caches) {
             if (cache->waiting_for.erase(peer.id) > 0) settle_cache(s, *peer.node, *cache);
         }
+        if (peer.self) {
+            s.defer([keep = std::exchange(peer.node->self, nullptr)] {});
+            quiet_cv_.notify_all();
+            return;
+        }
         Event event;
         event.kind = EventKind::peer_quiet;
         event.status = peer.end_status;
@@ -416,7 +483,7 @@ void Engine::settle_peer(Section &s, Peer &peer) {
         peer.node->peers.erase(peer.id);
         quiet_cv_.notify_all();
     }
-    if (peer.state != Peer::State::quiet) return;
+    if (peer.state != Peer::State::quiet || peer.self) return;
     // Closing a socket with unread input resets it and could swallow our goodbye: wait for the peer's, within reason.
     if (peer.wire_open && !peer.goodbye_received && !peer.process_gone && !peer.lingered) return;
     close_wire(peer);
@@ -535,9 +602,7 @@ void Engine::handle(Section &s, Peer &peer, const WireMessage &message) {
             if ((message.flags & kClosing) != 0) {
                 peer.closed_caches.insert(message.b);
                 if (peer.closed_caches.runs() > kMaxRuns) break;
-                const auto [first, last] = peer.imports.equal_range(message.b);
-                for (auto at = first; at != last; ++at) close_remote(s, at->second);
-                peer.imports.erase(first, last);
+                close_imports(s, peer, message.b);
             }
             if (peer.fences_from_peer.size() >= kMaxFences) break;
             peer.fences_from_peer.push_back({message.a, message.b});

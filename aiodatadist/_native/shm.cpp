@@ -78,9 +78,9 @@ struct Endpoint {
 };
 
 struct Remote {
-    std::shared_ptr<Endpoint> endpoint;
-    std::shared_ptr<Mapping> mapping;  // null: process_vm
-    std::vector<char *> tensors;       // mapped here, or addresses over there
+    std::shared_ptr<Endpoint> endpoint;  // null: memory of this process
+    std::shared_ptr<Mapping> mapping;
+    std::vector<char *> tensors;  // mapped here, or, of an endpoint without a mapping, addresses over there
     adt_geometry_t geometry;
     uint64_t extent;
     uint32_t access;  // ADT_REMOTE_*
@@ -126,10 +126,11 @@ class Shm {
                 return ADT_ERR_BOUNDS;
             }
         }
-        return remote.mapping ? move_mapped(batch, remote, stream) : move_process_vm(batch, remote);
+        const bool direct = remote.mapping || !remote.endpoint;
+        return direct ? move_direct(batch, remote, stream) : move_process_vm(batch, remote);
     }
 
-    static adt_status_t move_mapped(const adt_batch_t &batch, const Remote &remote, bool stream) {
+    static adt_status_t move_direct(const adt_batch_t &batch, const Remote &remote, bool stream) {
         const bool reading = batch.opcode == ADT_READ;
         const auto source = [&](const adt_chunk_t &c) {
             return reading ? remote.tensors[c.remote_tensor] + c.remote_offset : static_cast<char *>(c.local);
@@ -374,6 +375,22 @@ void release_key(adt_transport_h, adt_remote_h remote) {
     delete reinterpret_cast<Remote *>(remote);
 }
 
+adt_status_t import_local(adt_transport_h, adt_mem_h mem, const adt_geometry_t *geometry, adt_remote_h *out,
+                          adt_path_t *path) {
+    try {
+        auto remote = std::make_unique<Remote>();
+        remote->tensors = reinterpret_cast<const Memory *>(mem)->tensors;
+        remote->geometry = *geometry;
+        remote->extent = tensor_extent(*geometry);
+        remote->access = ADT_REMOTE_READ;  // whatever peers may do: this process reads its own memory
+        *path = {"local", kMappedBatchBytes, kBatchChunks, 1};
+        *out = reinterpret_cast<adt_remote_h>(remote.release());
+        return ADT_OK;
+    } catch (...) {
+        return ADT_ERR_NO_MEMORY;
+    }
+}
+
 adt_status_t connect_shm(adt_transport_h handle, const adt_connect_params_t *params, adt_endpoint_h *out) {
     if (params->peer_pid <= 0 || params->peer_pidfd < 0) {
         return shm(handle).fail(ADT_ERR_UNSUPPORTED, "the peer is not proved to be on this host");
@@ -442,6 +459,7 @@ const adt_transport_ops_t kShmOps = {
     export_key,
     import_key,
     release_key,
+    import_local,
     connect_shm,
     disconnect_shm,
     post,

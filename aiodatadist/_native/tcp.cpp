@@ -956,6 +956,7 @@ const adt_transport_ops_t kTcpOps = {
     export_key,
     import_key,
     release_key,
+    adt_unsupported_import_local,
     connect_tcp,
     disconnect_tcp,
     post,

@@ -102,7 +102,7 @@ typedef struct adt_key {
 
 /* How an imported cache is reached: the limits that the engine keeps when it builds batches. */
 typedef struct adt_path {
-    const char *name; /* "shm-mapped", "shm-process_vm", "tcp", static storage */
+    const char *name; /* "shm-mapped", "shm-process_vm", "tcp", "local", static storage */
     uint64_t max_batch_bytes;
     uint32_t max_batch_chunks;
     uint32_t can_execute; /* 1: `execute` works and takes microseconds for a small batch */
@@ -210,6 +210,11 @@ typedef struct adt_transport_ops {
                                const adt_geometry_t *geometry, const adt_key_t *key, adt_remote_h *out,
                                adt_path_t *path);
     void (*release_key)(adt_transport_h transport, adt_remote_h remote);
+    /* Reaches registered memory of this process as if it were a peer's, for reading: copies between local caches.
+       No endpoint is involved. `mem` is borrowed for the call, its memory until release_key; batches that use it have
+       no endpoint. */
+    adt_status_t (*import_local)(adt_transport_h transport, adt_mem_h mem, const adt_geometry_t *geometry,
+                                 adt_remote_h *out, adt_path_t *path);
 
     adt_status_t (*connect)(adt_transport_h transport, const adt_connect_params_t *params, adt_endpoint_h *out);
     /* Every batch still posted completes (aborted where needed) before or soon after; serving has ended when
@@ -245,6 +250,8 @@ typedef struct adt_transport_ops {
 } adt_transport_ops_t;
 
 /* Shared stubs for what a transport cannot do. */
+adt_status_t adt_unsupported_import_local(adt_transport_h, adt_mem_h, const adt_geometry_t *, adt_remote_h *,
+                                          adt_path_t *);
 adt_status_t adt_unsupported_execute(adt_transport_h, const adt_batch_t *);
 adt_status_t adt_unsupported_cancel(adt_transport_h, adt_endpoint_h, uint64_t);
 adt_status_t adt_unsupported_revoke(adt_transport_h, adt_endpoint_h, uint64_t);
