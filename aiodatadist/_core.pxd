@@ -107,7 +107,7 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
     CBlockFault make_runs(
         const CSelection &local, const CSelection &remote, size_t count, uint64_t size,
         const adt_geometry_t &local_geometry, const adt_geometry_t &remote_geometry, cbool local_is_destination,
-        vector[CRun] &out) except +
+        cbool same_cache, vector[CRun] &out) except +
 
     cdef struct CTransferRequest "adt::TransferRequest":
         shared_ptr[CLocalCache] local

@@ -177,6 +177,8 @@ def checked_sides(
     remote_side: Any,
     local_geometry: tuple[int, int, int, int],
     remote_geometry: tuple[int, int, int, int],
+    copying: bool = False,
+    same_cache: bool = False,
 ) -> tuple[Any, Any]: ...
 def frozen_blocks(blocks: Any, name: str) -> tuple[int, ...]: ...
 

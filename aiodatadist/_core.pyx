@@ -745,26 +745,32 @@ cdef int read_sides(int opcode, local_side, remote_side, vector[int64_t] &local,
     return 0
 
 
-cdef block_error(const CBlockFault &fault, int opcode, local_blocks, remote_blocks):
+cdef block_error(const CBlockFault &fault, int opcode, local_blocks, remote_blocks, bint copying):
     """Say what is wrong with a block list; the numbers are those of each side's blocks."""
+    here, there = ("the destination cache's", "the source cache's") if copying else (
+        "the local cache's", "the peer's cache,")
     local_name, remote_name = ("src_blocks", "dst_blocks") if opcode == ADT_WRITE else ("dst_blocks", "src_blocks")
     at, value = fault.position, fault.value
     if fault.kind == 4:
         return BlockIndexError(f"{value} bytes do not fit the slot, or are not what the list of blocks holds",
                                hint="give one block for each piece of the slot")
     if fault.kind == 1:
-        return BlockIndexError(f"{local_name}[{at}]={value} is outside the local cache's 0..{local_blocks - 1}",
+        return BlockIndexError(f"{local_name}[{at}]={value} is outside {here} 0..{local_blocks - 1}",
                                hint="give indices below the cache's number of blocks")
     if fault.kind == 2:
-        return BlockIndexError(f"{remote_name}[{at}]={value} is outside the peer's cache, 0..{remote_blocks - 1}",
-                               hint="give indices below the peer's number of blocks")
+        return BlockIndexError(f"{remote_name}[{at}]={value} is outside {there} 0..{remote_blocks - 1}",
+                               hint=f"give indices below the {'cache' if copying else 'peer'}'s number of blocks")
+    if fault.kind == 5:
+        return BlockIndexError(f"block {value} is source and destination of one copy, whose order is not defined",
+                               hint="split it into copies that are awaited one after the other")
     return BlockIndexError(f"dst_blocks[{at}]={value} is named twice", hint="each destination may appear once")
 
 
-def checked_sides(int opcode, local_side, remote_side, local_geometry, remote_geometry):
+def checked_sides(int opcode, local_side, remote_side, local_geometry, remote_geometry, bint copying=False,
+                  bint same_cache=False):
     """Check the sides of a transfer that starts later, and return them in a form that nobody changes.
 
-    Geometries are (num_tensors, num_blocks, block_bytes, block_stride).
+    Geometries are (num_tensors, num_blocks, block_bytes, block_stride). `copying`: both are caches of this node.
     """
     cdef vector[int64_t] local
     cdef vector[int64_t] remote
@@ -776,9 +782,9 @@ def checked_sides(int opcode, local_side, remote_side, local_geometry, remote_ge
     there.num_tensors, there.num_blocks, there.block_bytes, there.block_stride = remote_geometry
     read_sides(opcode, local_side, remote_side, local, remote, request)
     fault = make_runs(request.local_side, request.remote_side, request.count, request.size, here, there,
-                      opcode == ADT_READ, runs)
+                      opcode == ADT_READ, same_cache, runs)
     if fault.kind != 0:
-        raise block_error(fault, opcode, here.num_blocks, there.num_blocks)
+        raise block_error(fault, opcode, here.num_blocks, there.num_blocks, copying)
     return (
         local_side if request.local_side.is_slot else tuple(local),
         remote_side if request.remote_side.is_slot else tuple(remote),
@@ -871,7 +877,8 @@ cdef class Pair:
             transfer._native_done(result.status, 0)
             return
         if result.fault.kind != 0:
-            raise block_error(result.fault, opcode, self.local_blocks, self.remote_blocks)
+            raise block_error(result.fault, opcode, self.local_blocks, self.remote_blocks,
+                              self.remote.transport == "local")
         raise error_from_native(result.status, transport=self.remote.transport)
 
     @property

@@ -415,7 +415,7 @@ SubmitResult Engine::submit(const TransferRequest &request) {
         return result;
     }
     result.fault = make_runs(request.local_side, request.remote_side, request.count, request.size, lg, rg,
-                             request.opcode == ADT_READ, runs);
+                             request.opcode == ADT_READ, request.remote->here == request.local, runs);
     if (result.fault.kind != BlockFault::none) {
         result.status = ADT_ERR_BOUNDS;
         return result;

@@ -11,6 +11,33 @@ namespace {
 // The peer names the number of its blocks: beyond this, one bit a block is more memory than anybody means to spend.
 constexpr uint64_t kMostBits = uint64_t{1} << 26;
 
+// One bit a block. Kept by the thread, and cleared by walking the list again, so that a short list into a huge cache
+// stays cheap.
+class Marks {
+  public:
+    explicit Marks(uint64_t blocks) : bits_(kept()) {
+        if (bits_.size() < (blocks + 63) / 64) bits_.resize((blocks + 63) / 64, 0);
+    }
+    bool has(int64_t block) const {
+        const auto index = static_cast<uint64_t>(block);
+        return (bits_[index / 64] >> (index % 64) & 1) != 0;
+    }
+    void set(int64_t block) {
+        const auto index = static_cast<uint64_t>(block);
+        bits_[index / 64] |= uint64_t{1} << (index % 64);
+    }
+    void clear(const int64_t *list, size_t count) {
+        for (size_t i = 0; i < count; ++i) bits_[static_cast<uint64_t>(list[i]) / 64] = 0;
+    }
+
+  private:
+    static std::vector<uint64_t> &kept() {
+        static thread_local std::vector<uint64_t> bits;
+        return bits;
+    }
+    std::vector<uint64_t> &bits_;
+};
+
 // Finds the first entry that repeats an earlier one, in memory of the list's own size.
 BlockFault find_repeat(const int64_t *list, size_t count) {
     std::vector<size_t> order(count);
@@ -66,22 +93,45 @@ BlockFault check(const Selection &local, const Selection &remote, size_t count, 
     const uint64_t blocks = local_is_destination ? local_blocks : remote_blocks;
     if (rising) return {};
     if (blocks > kMostBits) return find_repeat(destination, count);
-    // Kept by the thread, and cleared by walking the list again, so that a short list into a huge cache stays cheap.
-    static thread_local std::vector<uint64_t> seen;
-    if (seen.size() < (blocks + 63) / 64) seen.resize((blocks + 63) / 64, 0);
+    Marks seen(blocks);
     BlockFault fault;
     size_t marked = 0;
     for (; marked < count; ++marked) {
-        const auto index = static_cast<uint64_t>(destination[marked]);
-        const uint64_t mask = uint64_t{1} << (index % 64);
-        if ((seen[index / 64] & mask) != 0) {
+        if (seen.has(destination[marked])) {
             fault = {BlockFault::duplicate, marked, destination[marked]};
             break;
         }
-        seen[index / 64] |= mask;
+        seen.set(destination[marked]);
     }
-    for (size_t i = 0; i < marked; ++i) seen[static_cast<uint64_t>(destination[i]) / 64] = 0;
+    seen.clear(destination, marked);
     return fault;
+}
+
+// Finds what a copy within one cache reads and writes. All indices lie in the cache.
+BlockFault find_reuse(const Selection &from, const Selection &into, size_t count, uint64_t size, uint64_t blocks) {
+    if (from.is_slot && into.is_slot) {
+        const uint64_t distance = from.offset > into.offset ? from.offset - into.offset : into.offset - from.offset;
+        if (from.slot != into.slot || distance >= size) return {};
+        return {BlockFault::reused, 0, static_cast<int64_t>(into.slot)};
+    }
+    if (from.is_slot || into.is_slot) {
+        const int64_t *list = from.is_slot ? into.blocks : from.blocks;
+        const auto slot = static_cast<int64_t>(from.is_slot ? from.slot : into.slot);
+        const auto at = static_cast<size_t>(std::find(list, list + count, slot) - list);
+        return at == count ? BlockFault{} : BlockFault{BlockFault::reused, at, slot};
+    }
+    size_t at = 0;
+    if (blocks > kMostBits) {
+        std::vector<int64_t> sorted(into.blocks, into.blocks + count);
+        std::sort(sorted.begin(), sorted.end());
+        while (at < count && !std::binary_search(sorted.begin(), sorted.end(), from.blocks[at])) ++at;
+    } else {
+        Marks written(blocks);
+        for (size_t i = 0; i < count; ++i) written.set(into.blocks[i]);
+        while (at < count && !written.has(from.blocks[at])) ++at;
+        written.clear(into.blocks, count);
+    }
+    return at == count ? BlockFault{} : BlockFault{BlockFault::reused, at, from.blocks[at]};
 }
 
 }  // namespace
@@ -97,9 +147,13 @@ bool valid_geometry(const adt_geometry_t &g) {
 
 BlockFault make_runs(const Selection &local, const Selection &remote, size_t count, uint64_t size,
                      const adt_geometry_t &local_geometry, const adt_geometry_t &remote_geometry,
-                     bool local_is_destination, std::vector<Run> &out) {
+                     bool local_is_destination, bool same_cache, std::vector<Run> &out) {
     out.clear();
-    const BlockFault fault = check(local, remote, count, size, local_geometry, remote_geometry, local_is_destination);
+    BlockFault fault = check(local, remote, count, size, local_geometry, remote_geometry, local_is_destination);
+    if (fault.kind == BlockFault::none && same_cache) {
+        fault = find_reuse(local_is_destination ? remote : local, local_is_destination ? local : remote, count, size,
+                           local_geometry.num_blocks);
+    }
     if (fault.kind != BlockFault::none) return fault;
     if (local.is_slot && remote.is_slot) {
         if (size > 0) {

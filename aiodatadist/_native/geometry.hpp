@@ -28,7 +28,7 @@ struct Selection {
 
 // Why a selection was refused: which side, at which position of a list, and the value found there.
 struct BlockFault {
-    enum Kind : int { none = 0, local_range, remote_range, duplicate, size };
+    enum Kind : int { none = 0, local_range, remote_range, duplicate, size, reused };
     Kind kind = none;
     size_t position = 0;
     int64_t value = 0;
@@ -46,13 +46,14 @@ inline uint64_t tensor_extent(const adt_geometry_t &g) {
 // Checks that sizes are positive and that no product overflows.
 bool valid_geometry(const adt_geometry_t &g);
 
-// Checks both sides, refuses a destination named twice, and merges neighbours where both sides are contiguous.
+// Checks both sides, refuses a destination named twice, and merges neighbours where both sides are contiguous. In a copy
+// within one cache (`same_cache`) nothing may be source and destination at once: pieces move in any order.
 // `local_is_destination` says which list may not repeat. `count` is the length of the lists. Where one side is a slot,
 // `size` bytes of it move: piece j of a block's size belongs to entry j of the list, and the last piece is what is
 // left.
 BlockFault make_runs(const Selection &local, const Selection &remote, size_t count, uint64_t size,
                      const adt_geometry_t &local_geometry, const adt_geometry_t &remote_geometry,
-                     bool local_is_destination, std::vector<Run> &out);
+                     bool local_is_destination, bool same_cache, std::vector<Run> &out);
 
 // True if [offset, offset+length) of a tensor lies inside blocks (not in the gaps of a strided tensor).
 bool inside_blocks(const adt_geometry_t &g, uint64_t offset, uint64_t length);
