@@ -21,6 +21,7 @@ import numpy as np
 from . import _core
 from ._buffers import BufferView, collect
 from .control.table import LocalRecord, RemoteEntry
+from .copies import BlockPairs, Copies
 from .errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -153,6 +154,7 @@ class CacheManager:
         self._keys: dict[int, Cache] = {}
         self._ids = itertools.count(1)
         self._waiting: dict[Transfer[Any], tuple[str, float]] = {}
+        self._copies = Copies(self, dd._center.copied)
         self._default_seconds = dd._config.transfer_timeout or 0.0
 
     @property
@@ -425,6 +427,7 @@ class CacheManager:
             raise ArgumentError(f"cache {cache.id} belongs to another DataDist", hint="use its own cache_manager")
 
     def _on_cache_quiet(self, cache_id: int) -> None:
+        self._copies.forget(cache_id)
         cache = self._caches.get(cache_id)
         if cache is None:
             return
@@ -558,6 +561,107 @@ class CacheManager:
             tensor_num_per_layer, timeout, notify,
         )  # fmt: skip
 
+    # Copies within this DataDist. ----------------------------------------------------------------------------
+
+    def copy_cache(
+        self,
+        dst: Cache,
+        src: Cache,
+        *,
+        dst_batch_index: SupportsIndex = 0,
+        src_batch_index: SupportsIndex = 0,
+        offset: SupportsIndex = 0,
+        size: SupportsIndex = -1,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+    ) -> Transfer[None]:
+        """Copy a part of one slot of a cache to a slot of the same or another cache of this DataDist.
+
+        Parameters
+        ----------
+        dst, src : Cache
+            Of this DataDist, with as many tensors of the same dtype; shapes may differ. `dst` is writable.
+        dst_batch_index, src_batch_index : int
+            Entries of dimension 0. Within one cache they differ.
+        offset : int
+            Bytes from the start of both slots.
+        size : int
+            Bytes of each tensor; -1: to the end of the source slot. Both slots must hold them.
+        timeout : float or None, optional
+            As for `pull_blocks`.
+
+        Returns
+        -------
+        Transfer
+            As for `copy_blocks`.
+
+        Raises
+        ------
+        BlockIndexError, CacheMismatch, CacheAccessError, ArgumentError, ArgumentTypeError, ClosedError
+            What is wrong with the call; nothing has started.
+        """
+        seconds = self._default_seconds if timeout is DEFAULT_TIMEOUT else seconds_of(timeout, 0.0)
+        return self._copies.cache(dst, src, dst_batch_index, src_batch_index, offset, size, seconds)
+
+    def copy_blocks(
+        self, cache: Cache, copy_block_info: BlockPairs, *, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> Transfer[None]:
+        """Copy blocks of a cache to other blocks of the same cache, in every tensor.
+
+        Parameters
+        ----------
+        cache : Cache
+            Of this DataDist, and writable.
+        copy_block_info : mapping or array
+            Each source block with the sequence of its destinations, or an integer array ``[n, 2]`` of sources and
+            destinations. Read during the call only. A destination may appear once, and no block is source and
+            destination of one call: blocks move in any order. Nothing to copy is success.
+        timeout : float or None, optional
+            As for `pull_blocks`.
+
+        Returns
+        -------
+        Transfer
+            Started; small ones may be done already. Until it is done the library reads the sources and owns the
+            destinations, whose content is undefined unless it ended well. Cancelling drains, as for all transfers.
+            Peers may use the cache meanwhile.
+
+        Raises
+        ------
+        BlockIndexError, CacheAccessError, ArgumentError, ArgumentTypeError, ClosedError
+            What is wrong with the call; nothing has started.
+        """
+        seconds = self._default_seconds if timeout is DEFAULT_TIMEOUT else seconds_of(timeout, 0.0)
+        return self._copies.blocks(cache, copy_block_info, seconds)
+
+    def swap_blocks(
+        self, src_cache: Cache, dst_cache: Cache, src_to_dst: BlockPairs, *, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> Transfer[None]:
+        """Copy blocks of one cache to another one of this DataDist: swap them out, or in again.
+
+        Parameters
+        ----------
+        src_cache, dst_cache : Cache
+            Two caches of one geometry but for the number of blocks and the stride, over memory of their own. The source
+            is left as it is. `dst_cache` is writable.
+        src_to_dst : mapping or array
+            Each source block with its destination, or an integer array ``[n, 2]``. As for `copy_blocks`, but both sides
+            may name the same number.
+        timeout : float or None, optional
+            As for `pull_blocks`.
+
+        Returns
+        -------
+        Transfer
+            As for `copy_blocks`.
+
+        Raises
+        ------
+        BlockIndexError, CacheMismatch, CacheAccessError, ArgumentError, ArgumentTypeError, ClosedError
+            What is wrong with the call; nothing has started.
+        """
+        seconds = self._default_seconds if timeout is DEFAULT_TIMEOUT else seconds_of(timeout, 0.0)
+        return self._copies.swap(src_cache, dst_cache, src_to_dst, seconds)
+
     def _start(
         self,
         opcode: int,
@@ -652,7 +756,7 @@ class CacheManager:
             raise ClosedError(f"cache {cache.id} is unregistered")
         if key.cluster_id == dd.cluster_id:
             raise ArgumentError(
-                f"cluster {key.cluster_id} is this DataDist itself", hint="copy within the process instead"
+                f"cluster {key.cluster_id} is this DataDist itself", hint="use copy_cache, copy_blocks or swap_blocks"
             )
         link = dd._links.get(key.cluster_id)
         if link is None:
@@ -750,7 +854,7 @@ class CacheManager:
         return [
             PendingOperation(
                 id=getattr(transfer, "_op", 0),
-                kind="pull" if transfer._pull else "push",
+                kind="copy" if transfer._peer is None else "pull" if transfer._pull else "push",
                 peer=transfer._peer,
                 age=now - since,
                 state=what,

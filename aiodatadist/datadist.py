@@ -411,9 +411,10 @@ class DataDist:
         Returns
         -------
         dict
-            ``total``: counts and latencies of all transfers (see `Counters`); ``links``: for each linked
-            cluster id its state, epoch, path, number of known caches and counts; ``pending``: operations that
-            have not ended; ``unread``: notifications that wait.
+            ``total``: counts and latencies of all transfers with peers (see `Counters`); ``links``: for each linked
+            cluster id its state, epoch, path, number of known caches and counts; ``copies``: counts and
+            latencies of copies between own caches, whose bytes count as pulled; ``pending``: operations that have not
+            ended; ``unread``: notifications that wait.
         """
         self._check_usable()
         return {
@@ -428,6 +429,7 @@ class DataDist:
                 }
                 for cluster_id, link in self._links.items()
             },
+            "copies": self._center.copied.as_dict(),
             "pending": len(self.dump()),
             "unread": len(self._center.inbox),
         }

@@ -91,7 +91,7 @@ class Transfer(asyncio.Future[T]):
     _native: _core.Pair | None
     _on_cancel: Callable[[], object] | None
     _op: int
-    _peer: int
+    _peer: int | None
     _pull: bool
     _started: float
     _then: Callable[[Transfer[Any]], None]

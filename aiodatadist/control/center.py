@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final
 from .. import _core
 from .._loop import Deadline, Runtime, Tasks, Timer, at_fork_in_child, shielded
 from ..errors import ClosedError, MemoryStillExposed, TransportError
-from ..observe import PendingOperation, get_logger
+from ..observe import Counters, PendingOperation, get_logger
 from . import wire
 from .events import EventHub, Inbox
 from .handshake import Handshaker, Own, SessionDoor
@@ -99,6 +99,7 @@ class Center:
         self.role = role
         self.config = config
         self.table = LocalTable()
+        self.copied = Counters()
         self.thread_id = -1
         self.listen_address: Address | None = None
         self._listen = listen
@@ -293,7 +294,9 @@ class Center:
                 self._reception.close()
                 self.links.stop_linking()
                 # Counted, for the engine knows neither those that wait for their cache nor those still to be told.
-                await self._until(lambda: not self.node.pending() and not self.links.unended())
+                await self._until(
+                    lambda: not self.node.pending() and not self.links.unended() and not self.copied.pending
+                )
                 await self.links.unlink_all()
                 await self._until(self.node.quiet)
             if limit.expired:
@@ -443,16 +446,17 @@ class Center:
         clusters = {peer.id: peer.cluster_id for peer in self.peers}
         rows = self.operations.rows()
         for op, peer, _, opcode, stop, age, done, total, path in self.node.pending():
+            copying = path == "local"
             rows.append(
                 PendingOperation(
                     id=op,
-                    kind="pull" if opcode == _core.READ else "push",
+                    kind="copy" if copying else "pull" if opcode == _core.READ else "push",
                     peer=clusters.get(peer),
                     age=age,
                     state="draining" if stop else "moving",
                     bytes_done=done,
                     bytes_total=total,
-                    transport=path.partition("-")[0] or None,
+                    transport=None if copying else path.partition("-")[0] or None,
                 )
             )
         return rows
