@@ -162,12 +162,13 @@ class Copies:
         waiting[transfer] = ("waiting for the registration of its caches", runtime.now())
         registrations = [cache._registered for cache in ((dst,) if dst is src else (dst, src))]
 
-        def begin(registered: asyncio.Future[None]) -> None:
-            error = registered.exception()
-            if error is None and not all(registration.done() for registration in registrations):
+        def begin(_: asyncio.Future[None]) -> None:
+            ended = [registration for registration in registrations if registration.done()]
+            error = next((why for registration in ended if (why := registration.exception()) is not None), None)
+            if error is None and len(ended) < len(registrations):
                 return
             if waiting.pop(transfer, None) is None:
-                return  # the other one has failed
+                return  # told by the other's end
             if timer is not None:
                 timer.cancel()
             if transfer.done():
