@@ -1,6 +1,7 @@
 """Build of the extension module; everything declarative stands in pyproject.toml.
 
-One extension, ``aiodatadist._core``, is made of ``_core.pyx`` and every C++ file of ``aiodatadist/_native``.
+``aiodatadist._core`` is made of ``_core.pyx`` and the C++ files of ``aiodatadist/_native``. ``aiodatadist._limits`` is
+for ``aiodatadist bench`` alone: the raw operations that it holds the library against.
 Objects are kept in ``build/objects``, one folder for each flavour; an object is compiled again only when its
 command, its source or a header it includes has changed.
 
@@ -32,8 +33,9 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 NATIVE = "aiodatadist/_native"
-# The HIXL shim is a shared object of its own, opened at run time; it is never part of the extension.
-BUILT_APART = {f"{NATIVE}/hixl_shim.cpp"}
+LIMITS = f"{NATIVE}/limits.cpp"
+# The HIXL shim is a shared object of its own, opened at run time; it is never part of an extension.
+BUILT_APART = {f"{NATIVE}/hixl_shim.cpp", LIMITS}
 HEADERS = sorted(
     glob.glob("include/**/*.h", recursive=True) + glob.glob(f"{NATIVE}/*.hpp") + glob.glob(f"{NATIVE}/*.h")
 )
@@ -77,6 +79,7 @@ class Flavour:
             self.compile_flags += ["-UNDEBUG"]
             self.macros += [("AIODATADIST_DEBUG", "1"), ("_GLIBCXX_ASSERTIONS", "1")]
         if sanitizers:
+            self.macros += [("AIODATADIST_SANITIZED", "1")]
             self.compile_flags += [f"-fsanitize={','.join(sanitizers)}"]
             self.link_flags += [f"-fsanitize={','.join(sanitizers)}"]
         if "undefined" in sanitizers:
@@ -240,19 +243,25 @@ def replace(source: str, target: str) -> None:
     os.replace(partial, target)
 
 
+def extension(name: str, sources: list[str]) -> Extension:
+    """Describe an extension of the package."""
+    return Extension(
+        f"aiodatadist.{name}",
+        sources=[f"aiodatadist/{name}.pyx", *sources],
+        depends=[*HEADERS, *DECLARATIONS],
+        include_dirs=["include", NATIVE],
+        # Separate libraries up to glibc 2.33; without effect later.
+        libraries=["dl", "rt", "pthread"],
+        language="c++",
+    )
+
+
 setup(
     packages=[*find_packages(include=["aiodatadist", "aiodatadist.*"]), "aiodatadist.include"],
     package_dir={"aiodatadist.include": "include"},
     ext_modules=[
-        Extension(
-            "aiodatadist._core",
-            sources=["aiodatadist/_core.pyx", *sorted(set(glob.glob(f"{NATIVE}/*.cpp")) - BUILT_APART)],
-            depends=[*HEADERS, *DECLARATIONS],
-            include_dirs=["include", NATIVE],
-            # Separate libraries up to glibc 2.33; without effect later.
-            libraries=["dl", "rt", "pthread"],
-            language="c++",
-        )
+        extension("_core", sorted(set(glob.glob(f"{NATIVE}/*.cpp")) - BUILT_APART)),
+        extension("_limits", [f"{NATIVE}/copy.cpp", LIMITS]),
     ],
     cmdclass={"build_ext": BuildExt},
 )

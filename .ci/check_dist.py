@@ -17,6 +17,7 @@ from elftools.elf.elffile import ELFFile
 
 # All that a machine with a C++ runtime has; anything else must be opened at run time.
 ALLOWED = re.compile(r"(lib(c|m|stdc\+\+|gcc_s|dl|rt|pthread)|ld-linux(-[a-z0-9_-]+)?)\.so(\.\d+)*")
+EXTENSIONS = ("_core", "_limits")
 SOURCES = {".py", ".pyi", ".pyx", ".pxd", ".pxi", ".cpp", ".hpp", ".h", ".npz"}
 
 
@@ -51,7 +52,7 @@ def check_sdist(checkout: Path, sdist: Path) -> list[str]:
     faults += [
         f"the sdist carries {path}"
         for path in sorted(held)
-        if path == PurePosixPath("aiodatadist/_core.cpp")
+        if path in {PurePosixPath(f"aiodatadist/{name}.cpp") for name in EXTENSIONS}
         or path.suffix in {".so", ".o", ".pyc"}
         or path.parts[:1] == ("build",)
     ]
@@ -64,13 +65,16 @@ def check_wheel(checkout: Path, wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         objects = {name: archive.read(name) for name in names if ".so" in PurePosixPath(name).suffixes}
-    if not any(name.startswith("aiodatadist/_core.") for name in objects):
-        faults.append("the wheel has no extension module")
+    faults += [
+        f"the wheel has no extension module {extension}"
+        for extension in EXTENSIONS
+        if not any(name.startswith(f"aiodatadist/{extension}.") for name in objects)
+    ]
     for name, data in sorted(objects.items()):
         libraries = needed(data)
         print(f"{name}: {len(data) >> 10} KiB, needs {', '.join(libraries)}")
         faults += [f"{name} needs {library}" for library in libraries if not ALLOWED.fullmatch(library)]
-    wanted = {"aiodatadist/py.typed", "aiodatadist/_core.pyi"}
+    wanted = {"aiodatadist/py.typed", *(f"aiodatadist/{extension}.pyi" for extension in EXTENSIONS)}
     for path in (checkout / "include").rglob("*.h"):
         wanted.add(f"aiodatadist/{path.relative_to(checkout)}")
     for path in (checkout / "aiodatadist").rglob("*.py"):

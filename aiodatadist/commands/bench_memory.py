@@ -1,0 +1,195 @@
+"""The memory that `bench` moves: pools of blocks whose words say where they belong, and the raw limits over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiodatadist import _limits
+
+__all__ = ["PEER_ID", "Half", "Indices", "Remote", "scattered"]
+
+PEER_ID: Final = 1
+"""Cluster id of the passive process."""
+
+Indices: TypeAlias = NDArray[np.int64]
+Words: TypeAlias = NDArray[np.uint64]
+
+_WORD: Final = 8
+_FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)  # odd: no two words of a pool are equal
+_CHUNK: Final = 1 << 21
+"""Words looked at in one go."""
+
+
+def scattered(blocks: int, wanted: int, seed: int) -> Indices:
+    """Return `wanted` different block numbers below `blocks`, in no order.
+
+    Parameters
+    ----------
+    blocks, wanted, seed : int
+
+    Returns
+    -------
+    array of int64
+    """
+    return np.random.default_rng(seed).permutation(blocks)[:wanted].astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A half of another process, as the raw limits need it.
+
+    Attributes
+    ----------
+    pid : int
+    address : int
+        Of the pool there.
+    index : array of int64
+        Its blocks.
+    """
+
+    pid: int
+    address: int
+    index: Indices
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """A pool of one process, and the list of its blocks that take part.
+
+    Attributes
+    ----------
+    words : array of uint64, [blocks, words of a block]
+        The pool.
+    index : array of int64
+        Block number i of the pattern lies in ``words[index[i]]``.
+    """
+
+    words: Words
+    index: Indices
+
+    @classmethod
+    def of(cls, memory: NDArray[np.uint8], index: Indices) -> Half:
+        """Take a pool ``[blocks, bytes of a block]``. Raises IndexError for blocks outside of it."""
+        words = memory.reshape(len(memory), -1).view(np.uint64)
+        index = np.ascontiguousarray(index, np.int64)
+        if not len(index) or index.min() < 0 or index.max() >= len(words):
+            raise IndexError(f"blocks outside 0..{len(words) - 1}, or none")
+        return cls(words, index)
+
+    @property
+    def address(self) -> int:
+        """Where the pool begins."""
+        return int(self.words.ctypes.data)
+
+    @property
+    def block(self) -> int:
+        """Bytes of a block."""
+        return int(self.words.shape[1]) * _WORD
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks that take part."""
+        return len(self.index) * self.block
+
+    def fill(self) -> None:
+        """Write the pattern to the whole pool."""
+        flat = self.words.reshape(-1)
+        for at in range(0, len(flat), _CHUNK):
+            flat[at : at + _CHUNK] = _pattern(at, min(at + _CHUNK, len(flat)))
+
+    def clear(self) -> None:
+        """Zero the blocks that take part."""
+        self.words[self.index] = 0
+
+    def wrong(self, index: Indices) -> int:
+        """Count the blocks that take part and do not hold the pattern of the blocks `index` of a filled pool."""
+        width, wrong = self.words.shape[1], 0
+        step = max(1, _CHUNK // width)
+        columns = _pattern(0, width) - _FACTOR
+        for at in range(0, len(self.index), step):
+            found = self.words[self.index[at : at + step]]
+            first = index[at : at + step].astype(np.uint64) * np.uint64(width)
+            expected = (first[:, None] + np.uint64(1)) * _FACTOR + columns
+            wrong += int((found != expected).any(axis=1).sum())
+        return wrong
+
+    # The raw operations. They return seconds, or the seconds of each block. ----------------------------------
+
+    def copy(self, source: Half, threads: int, loop: Literal["memcpy", "stream", "stream-prefetch"]) -> float:
+        """Copy the blocks of another pool of this process."""
+        self._check(source.index, source.block)
+        took = _limits.copy(
+            self.address, _address(self.index), source.address, _address(source.index), len(self.index), self.block,
+            threads=threads, loop=loop,
+        )  # fmt: skip
+        return took * 1e-9
+
+    def process_vm(self, remote: Remote, threads: int, iovecs: int, *, write: bool) -> float:
+        """Read the blocks from another process, or write them there. Raises OSError."""
+        self._check(remote.index, self.block)
+        took = _limits.process_vm(
+            self.address, _address(self.index), remote.pid, remote.address, _address(remote.index), len(self.index),
+            self.block, threads=threads, iovecs=iovecs, write=write,
+        )  # fmt: skip
+        return took * 1e-9
+
+    def sockets(self, descriptors: Sequence[int], *, sends: bool, asks: bool) -> float:
+        """Send or receive the blocks over connected sockets, one thread each. Raises OSError."""
+        took = _limits.sockets(
+            list(descriptors), self.address, _address(self.index), len(self.index), self.block, sends=sends, asks=asks
+        )
+        return took * 1e-9
+
+    def copy_each(self, source: Half, count: int) -> NDArray[np.float64]:
+        """Copy the first `count` blocks one by one."""
+        self._check(source.index, source.block)
+        took = np.zeros(self._at_most(count), np.int64)
+        _limits.copy_each(
+            self.address, _address(self.index), source.address, _address(source.index), len(took), self.block,
+            _address(took),
+        )  # fmt: skip
+        return _seconds(took)
+
+    def process_vm_each(self, remote: Remote, count: int, *, write: bool) -> NDArray[np.float64]:
+        """Move the first `count` blocks one by one with process_vm. Raises OSError."""
+        self._check(remote.index, self.block)
+        took = np.zeros(self._at_most(count), np.int64)
+        _limits.process_vm_each(
+            self.address, _address(self.index), remote.pid, remote.address, _address(remote.index), len(took),
+            self.block, _address(took), write=write,
+        )  # fmt: skip
+        return _seconds(took)
+
+    def socket_each(self, descriptor: int, count: int, *, sends: bool, asks: bool) -> NDArray[np.float64]:
+        """Move the first `count` blocks one by one over a socket, a round trip each. Raises OSError."""
+        took = np.zeros(self._at_most(count), np.int64)
+        _limits.socket_each(
+            descriptor, self.address, _address(self.index), len(took), self.block, _address(took), sends=sends,
+            asks=asks,
+        )  # fmt: skip
+        return _seconds(took)
+
+    def _at_most(self, count: int) -> int:
+        return min(count, len(self.index))
+
+    def _check(self, index: Indices, block: int) -> None:
+        if len(index) != len(self.index) or block != self.block:
+            raise IndexError("the two pools differ in blocks")
+
+
+def _seconds(nanoseconds: Indices) -> NDArray[np.float64]:
+    return nanoseconds.astype(np.float64) * 1e-9
+
+
+def _address(index: Indices) -> int:
+    return int(index.ctypes.data)
+
+
+def _pattern(first: int, last: int) -> Words:
+    numbers = np.arange(first + 1, last + 1, dtype=np.uint64)
+    return numbers * _FACTOR

@@ -1,0 +1,290 @@
+"""The passive process of `bench`: it owns what is pulled and pushed, and is asked over a socket pair.
+
+The measuring process starts it with `Peer.start` and calls methods of `Owner` by name. It ends when that process closes
+its end of the pair, or is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import socket
+import struct
+import subprocess
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+import aiodatadist as adt
+
+from .bench_memory import PEER_ID, Half, scattered
+from .failure import CommandError
+
+__all__ = ["Peer", "allocate", "config", "main", "resident"]
+
+# Not -m: the package imports this module, too.
+_START: Final = f"from {__name__} import main; main()"
+_LENGTH: Final = struct.Struct("<I")
+_EXIT_SECONDS: Final = 10.0
+
+
+def config(*transports: str) -> adt.Config:
+    """Return the settings of the environment with these transports and patience for large transfers."""
+    return adt.Config.from_env(transports=transports, transfer_timeout=120.0, link_timeout=60.0)
+
+
+def allocate(dd: adt.DataDist, memory: str, blocks: int, block: int, tensors: int, **options: Any) -> adt.Cache:
+    """Make a cache of uint8 blocks.
+
+    Parameters
+    ----------
+    dd : DataDist
+    memory : str
+        ``library`` or ``ordinary``.
+    blocks, block, tensors : int
+        Blocks of each tensor, bytes of a block, number of tensors.
+    **options
+        `key` and `remote`.
+
+    Returns
+    -------
+    Cache
+    """
+    if memory == "library":
+        desc = adt.CacheDesc(tensors, (blocks, block), "uint8")
+        return dd.cache_manager.allocate_blocks_cache(desc, **options)
+    arrays = [np.zeros((blocks, block), np.uint8) for _ in range(tensors)]
+    for array in arrays:
+        array[:, :: os.sysconf("SC_PAGE_SIZE")] = 0  # no page is left to be taken in the first transfer
+    return dd.cache_manager.register_blocks_cache(arrays, **options)
+
+
+def resident() -> int:
+    """Return the bytes of memory that this process has touched and not given back."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# Both ends of the line. -------------------------------------------------------------------------------------
+
+
+async def _read(reader: asyncio.StreamReader) -> Any:
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return msgspec.msgpack.decode(await reader.readexactly(length))
+
+
+def _frame(message: object) -> bytes:
+    data = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+class Peer:
+    """The passive process, from outside.
+
+    Attributes
+    ----------
+    pid : int
+    address : str
+        Where its DataDist listens.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self.pid = process.pid
+        self.address = ""
+        self._raw = ""
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def start(cls) -> AsyncIterator[Peer]:
+        """Run the process around the body."""
+        ours, theirs = socket.socketpair()
+        environment = dict(os.environ)
+        root = str(Path(adt.__file__).parent.parent)
+        if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+            # It runs this very package, also from a checkout that is not installed.
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
+        with theirs:
+            process = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs yet
+                [sys.executable, "-P", "-X", "faulthandler", "-c", _START, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # its reports come over the pair; what else it prints is trouble
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                # Ctrl-C is for the measuring process; this one ends with it.
+                start_new_session=True,
+            )
+        writer: asyncio.StreamWriter | None = None
+        try:
+            reader, writer = await asyncio.open_connection(sock=ours)
+            peer = cls(process, reader, writer)
+            peer.address, peer._raw = await peer.call("hello")
+            yield peer
+        finally:
+            if writer is None:
+                ours.close()
+            else:
+                writer.close()
+                with contextlib.suppress(ConnectionError):
+                    await writer.wait_closed()
+            try:
+                await asyncio.to_thread(process.wait, _EXIT_SECONDS)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                process.kill()
+                process.wait()
+
+    async def call(self, name: str, **arguments: Any) -> Any:
+        """Call a method of `Owner`. Raises CommandError when it failed, or the process is gone."""
+        try:
+            self._writer.write(_frame([name, arguments]))
+            fault, value = await _read(self._reader)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.wait, _EXIT_SECONDS)
+            code = self._process.poll()
+            raise CommandError(f"the passive process {self.pid} ended early, with exit code {code}") from None
+        if fault:
+            raise CommandError(f"the passive process: {fault}")
+        return value
+
+    async def connect_raw(self, streams: int) -> list[socket.socket]:
+        """Connect plain TCP sockets to the process, for the limits; they block."""
+        host, _, port = self._raw.rpartition(":")
+        sockets = []
+        for _ in range(streams):
+            sockets.append(socket.create_connection((host, int(port)), timeout=_EXIT_SECONDS))
+            sockets[-1].settimeout(None)
+            sockets[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await self.call("accept_raw", streams=streams)
+        return sockets
+
+
+# The passive process. ---------------------------------------------------------------------------------------
+
+
+class Owner:
+    """What the passive process can be asked for; every public method is a call."""
+
+    def __init__(self, dd: adt.DataDist, listener: socket.socket, leave: contextlib.AsyncExitStack) -> None:
+        self._dd = dd
+        self._listener = listener
+        self._leave = leave
+        self._caches: dict[int, tuple[adt.Cache, Half]] = {}
+        self._raw: list[socket.socket] = []
+        self._serving: asyncio.Task[Any] | None = None
+        self._others = contextlib.AsyncExitStack()
+
+    async def hello(self) -> tuple[str, str]:
+        """Return the addresses for links and for raw connections."""
+        host, port = self._listener.getsockname()
+        return str(self._dd.listen_address), f"{host}:{port}"
+
+    async def prepare(self, model_id: int, memory: str, blocks: int, block: int, tensors: int, taking_part: int) -> int:
+        """Make a cache whose first tensor holds the pattern; return the address of that tensor."""
+        key = adt.BlocksCacheKey(PEER_ID, model_id)
+        cache = allocate(self._dd, memory, blocks, block, tensors, key=key)
+        half = Half.of(cache.tensors[0], scattered(blocks, taking_part, model_id))
+        half.fill()
+        await cache.ready()
+        self._caches[model_id] = cache, half
+        return half.address
+
+    async def forget(self, model_id: int) -> None:
+        """Unregister a cache."""
+        cache, _ = self._caches.pop(model_id)
+        await self._dd.cache_manager.unregister_cache(cache)
+
+    async def clear(self, model_id: int) -> None:
+        """Zero the blocks of a cache that take part."""
+        self._caches[model_id][1].clear()
+
+    async def wrong(self, model_id: int) -> int:
+        """Count the blocks of a cache that take part and do not hold what they held at first."""
+        half = self._caches[model_id][1]
+        return half.wrong(half.index)
+
+    async def accept_raw(self, streams: int) -> None:
+        """Accept raw connections that were made."""
+        for _ in range(streams):
+            sock, _ = self._listener.accept()
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._raw.append(self._leave.enter_context(sock))
+
+    async def serve_raw(self, model_id: int, sends: bool, streams: int = 0, each: int = 0) -> None:
+        """Be the other end of raw sockets: `streams` of them at once, or of one for `each` blocks. See `served_raw`."""
+        half = self._caches[model_id][1]
+        descriptors = [sock.fileno() for sock in self._raw]
+        if streams:
+            work: Callable[[], object] = partial(half.sockets, descriptors[:streams], sends=sends, asks=False)
+        else:
+            work = partial(half.socket_each, descriptors[0], each, sends=sends, asks=False)
+        self._serving = asyncio.create_task(asyncio.to_thread(work))
+
+    async def served_raw(self) -> None:
+        """Wait for the end of what `serve_raw` started."""
+        assert self._serving is not None
+        await self._serving
+
+    async def cpu(self) -> float:
+        """Return the CPU seconds of this process."""
+        return time.process_time()
+
+    async def resident(self) -> int:
+        """Return the bytes of memory that this process has touched."""
+        gc.collect()
+        return resident()
+
+    async def open_others(self, count: int, transports: list[str]) -> list[str]:
+        """Open more DataDists, with cluster ids from `PEER_ID` + 1000; return where they listen."""
+        settings = config(*transports)
+        addresses = []
+        for number in range(count):
+            dd = adt.DataDist(PEER_ID + 1000 + number, listen="127.0.0.1:0", config=settings)
+            await self._others.enter_async_context(dd)
+            addresses.append(str(dd.listen_address))
+        return addresses
+
+    async def close_others(self) -> None:
+        """Close what `open_others` opened."""
+        await self._others.aclose()
+
+
+async def _run(line: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=line)
+    async with contextlib.AsyncExitStack() as leave:
+        listener = leave.enter_context(socket.create_server(("127.0.0.1", 0)))
+        dd = adt.DataDist(PEER_ID, adt.Role.PROMPT, listen="127.0.0.1:0", config=config("shm", "tcp"))
+        owner = Owner(await leave.enter_async_context(dd), listener, leave)
+        leave.push_async_callback(owner.close_others)
+        while True:
+            try:
+                name, arguments = await _read(reader)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                break
+            try:
+                answer = ["", await getattr(owner, name)(**arguments)]
+            except Exception as why:
+                traceback.print_exc()
+                answer = [f"{type(why).__name__}: {why}", None]
+            writer.write(_frame(answer))
+    writer.close()
+
+
+def main() -> None:
+    """Run the passive process; its argument is the descriptor of its end of the pair."""
+    asyncio.run(_run(socket.socket(fileno=int(sys.argv[1]))))

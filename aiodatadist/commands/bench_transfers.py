@@ -1,0 +1,570 @@
+"""`bench bandwidth`, `latency`, `completions`: transfers between two processes, beside raw moves of the same blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter, perf_counter_ns
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+import aiodatadist as adt
+
+from .bench_memory import PEER_ID, Half, Remote, scattered
+from .bench_peer import Peer, allocate, config
+from .bench_rows import Progress, Rows, in_turn, size_text
+from .failure import CommandError
+
+__all__ = ["MEMORY", "PATHS", "Scale", "Session"]
+
+PATHS: Final = ("shm-mapped", "shm-process_vm", "tcp")
+MEMORY: Final = {"shm-mapped": "library", "shm-process_vm": "ordinary", "tcp": "ordinary"}
+"""The memory that travels each path."""
+
+POOL_FACTOR: Final = 2
+"""Pools are that many times as large as what moves: blocks are scattered with gaps."""
+_STREAMS: Final = 2
+_TASKS: Final = 64
+_SUBMIT_BLOCKS: Final = 10_000
+_SUBMIT_TENSORS: Final = 64
+_SUBMIT_BYTES: Final = 64
+"""Bytes of a block: small, so that what follows each submit is over soon."""
+_SUBMITS: Final = 5
+_RUN: Final = 10_000
+"""Neighbouring blocks that should cost what one copy costs."""
+_CPU_SECONDS: Final = 0.25
+_ANNOUNCE_SECONDS: Final = 30.0
+
+Direction = Literal["pull", "push"]
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is measured.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes that one measurement of bandwidth moves.
+    repeat : int
+        Rounds.
+    samples : int
+        Single transfers a round, at most.
+    """
+
+    nbytes: int
+    repeat: int
+    samples: int
+
+    def count(self, block: int) -> int:
+        """Return how many blocks of this size move."""
+        return max(1, self.nbytes // block)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Caches of one shape in both processes, and the blocks that move between them.
+
+    Attributes
+    ----------
+    dd : DataDist
+        Of this process, with its link.
+    key : BlocksCacheKey
+        The peer's cache.
+    cache : Cache
+        Of this process.
+    here : Half
+        Its first tensor.
+    there : array of int64
+        The peer's blocks, in the order of ``here.index``.
+    remote : Remote
+        The same for the raw limits.
+    """
+
+    dd: adt.DataDist
+    key: adt.BlocksCacheKey
+    cache: adt.Cache
+    here: Half
+    remote: Remote
+
+    def move(self, direction: Direction) -> adt.Transfer[None]:
+        """Start the transfer of all blocks that take part."""
+        caches = self.dd.cache_manager
+        if direction == "pull":
+            return caches.pull_blocks(self.key, self.cache, self.remote.index, self.here.index)
+        return caches.push_blocks(self.key, self.cache, self.here.index, self.remote.index)
+
+
+class Session:
+    """Two processes with links over both transports, and what can be measured between them.
+
+    Parameters
+    ----------
+    peer : Peer
+    nodes : dict
+        The DataDist of this process for each transport, linked.
+    raw : list of socket
+        Plain TCP connections.
+    scale : Scale
+    rows : Rows
+    progress : Progress
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        nodes: dict[str, adt.DataDist],
+        raw: list[socket.socket],
+        scale: Scale,
+        rows: Rows,
+        progress: Progress,
+    ) -> None:
+        self.peer = peer
+        self.nodes = nodes
+        self._raw = raw
+        self._scale = scale
+        self._rows = rows
+        self._progress = progress
+        self._models = itertools.count(1)
+        self._verified: set[tuple[str, str]] = set()  # limits, by path
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, scale: Scale, rows: Rows, progress: Progress) -> AsyncIterator[Session]:
+        """Start the passive process and link it."""
+        async with contextlib.AsyncExitStack() as stack:
+            peer = await stack.enter_async_context(Peer.start())
+            raw = [stack.enter_context(sock) for sock in await peer.connect_raw(_STREAMS)]
+            nodes = {}
+            for number, transports in enumerate((("shm", "tcp"), ("tcp",))):
+                dd = adt.DataDist(PEER_ID + 1 + number, adt.Role.DECODER, config=config(*transports))
+                nodes[transports[0]] = await stack.enter_async_context(dd)
+                await dd.link(adt.ClusterInfo(PEER_ID, peer.address))
+            yield cls(peer, nodes, raw, scale, rows, progress)
+
+    # Caches. -------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def site(self, path: str, block: int, count: int, blocks: int = 0, tensors: int = 1) -> AsyncIterator[Site]:
+        """Have caches of `blocks` blocks in both processes around the body; `count` blocks take part, scattered."""
+        blocks = blocks or POOL_FACTOR * count
+        dd = self.nodes["tcp" if path == "tcp" else "shm"]
+        key = adt.BlocksCacheKey(PEER_ID, next(self._models))
+        shape: dict[str, Any] = {"memory": MEMORY[path], "blocks": blocks, "block": block, "tensors": tensors}
+        address = await self.peer.call("prepare", model_id=key.model_id, taking_part=count, **shape)
+        cache = allocate(dd, **shape, remote=None)
+        try:
+            await cache.ready()
+            await self._announced(dd, key)
+            here = Half.of(cache.tensors[0], scattered(blocks, count, -key.model_id & 0xFFFF))
+            yield Site(dd, key, cache, here, Remote(self.peer.pid, address, scattered(blocks, count, key.model_id)))
+        finally:
+            await dd.cache_manager.unregister_cache(cache)
+            await self.peer.call("forget", model_id=key.model_id)
+
+    @staticmethod
+    async def _announced(dd: adt.DataDist, key: adt.BlocksCacheKey) -> None:
+        """Wait until the peer's cache is known here."""
+        events = dd.events()
+        async with asyncio.timeout(_ANNOUNCE_SECONDS):
+            while key not in dd.links[PEER_ID].table:
+                await anext(events)
+
+    async def reached(self, path: str) -> str:
+        """Return why a path cannot be measured here, or an empty string."""
+        if path not in PATHS:
+            return f"there is no path {path}"
+        async with self.site(path, 4096, 1) as site:
+            link = site.dd.links[PEER_ID]
+            entry = link.table[site.key]
+            found = entry.native.path if entry.native is not None else "unreachable"
+            why = entry.native.reasons if entry.native is not None else str(entry.error)
+            return "" if found == path else f"it is {found} here: {why or link.path}"
+
+    # Moving and checking. ------------------------------------------------------------------------------------
+
+    async def _verify(self, site: Site, what: str, path: str, step: Callable[[], Awaitable[Any]], pull: bool) -> None:
+        """Run a step once, which also warms up, and look at every block that it moved."""
+        if pull:
+            site.here.clear()
+            await step()
+            wrong = site.here.wrong(site.remote.index)
+        else:
+            # What lies here came from there, where it is cleared now.
+            wrong = site.here.wrong(site.remote.index)
+            if wrong:
+                raise CommandError(f"{what} over {path}: there is nothing to push")
+            await self.peer.call("clear", model_id=site.key.model_id)
+            await step()
+            wrong = await self.peer.call("wrong", model_id=site.key.model_id)
+        if wrong:
+            raise CommandError(
+                f"{what} over {path} with blocks of {size_text(site.here.block)}: {wrong} of {len(site.here.index)} "
+                f"blocks are not what was sent"
+            )
+
+    async def _raw_limit(self, site: Site, direction: Direction, streams: int) -> float:
+        """Move the blocks over plain sockets; return the seconds."""
+        sends = direction == "push"
+        await self.peer.call("serve_raw", model_id=site.key.model_id, sends=not sends, streams=streams)
+        took = site.here.sockets([sock.fileno() for sock in self._raw[:streams]], sends=sends, asks=True)
+        await self.peer.call("served_raw")
+        return took
+
+    async def _raw_each(self, site: Site, direction: Direction, count: int) -> Seconds:
+        """Move blocks over a plain socket one by one; return the seconds of each."""
+        sends = direction == "push"
+        await self.peer.call("serve_raw", model_id=site.key.model_id, sends=not sends, each=count)
+        took = site.here.socket_each(self._raw[0].fileno(), count, sends=sends, asks=True)
+        await self.peer.call("served_raw")
+        return took
+
+    # Bandwidth. ----------------------------------------------------------------------------------------------
+
+    async def bandwidth(self, paths: Sequence[str], blocks: Sequence[int]) -> None:
+        """Measure pulls and pushes of scattered blocks, and what they cost the passive process."""
+        for block in blocks:
+            for path in paths:
+                self._progress(f"bandwidth: {path}, blocks of {size_text(block)}")
+                await self._bandwidth(path, block)
+        for path in paths:
+            block = min(blocks, key=lambda size: abs(size - 65536))
+            self._progress(f"bandwidth: {path}, the passive side's CPU")
+            await self._passive_cpu(path, block)
+        for path in paths:
+            self._progress(f"bandwidth: {path}, neighbouring blocks")
+            await self._runs(path, min(blocks))
+
+    async def _bandwidth(self, path: str, block: int) -> None:
+        async with self.site(path, block, self._scale.count(block)) as site, self._copies(path, site) as copies:
+            steps: dict[str, Callable[[], Awaitable[float]]] = {}
+            limits: dict[Direction, list[str]] = {"pull": [], "push": []}
+
+            def limit(name: str, directions: Sequence[Direction], step: Callable[[], Awaitable[float]]) -> None:
+                steps[name] = step
+                for direction in directions:
+                    limits[direction].append(name)
+
+            for name, step in copies.items():
+                limit(name, ("pull", "push"), step)
+            if path == "shm-process_vm":
+                for direction, threads, iovecs in itertools.product(_DIRECTIONS, (1, 2), (1, 1024)):
+                    name = f"{_VM_CALLS[direction]}, {_counted(threads, 'thread')}, {_counted(iovecs, 'iovec')}"
+                    limit(name, (direction,), _process_vm(site, direction, threads, iovecs))
+            if path == "tcp":
+                for direction, streams in itertools.product(_DIRECTIONS, range(1, _STREAMS + 1)):
+                    name = f"raw sockets, {_counted(streams, 'stream')}, {direction}"
+                    limit(name, (direction,), _bound(self._raw_limit, site, direction, streams))
+            for direction in _DIRECTIONS:
+                steps[direction] = _timed_move(site, direction)
+            pushes = {"push", *limits["push"]} - set(limits["pull"])
+            # Pulls first: what is pushed back came with them.
+            for name in sorted(steps, key=lambda name: name in pushes):
+                if name in _DIRECTIONS or (path, name) not in self._verified:
+                    await self._verify(site, name, path, steps[name], name not in pushes)
+                    self._verified.add((path, name))
+            seconds = await in_turn(steps, self._scale.repeat)
+            speeds = {name: [site.here.nbytes / took / 1e9 for took in found] for name, found in seconds.items()}
+            for name in steps:
+                if name not in _DIRECTIONS:
+                    self._rows.add("bandwidth limit", name, block, speeds[name], "GB/s", "higher")
+            for direction in _DIRECTIONS:
+                best = max(limits[direction], key=lambda name: float(np.median(speeds[name])))
+                self._rows.add(
+                    f"bandwidth {direction}", path, block, speeds[direction], "GB/s", "higher", (best, speeds[best])
+                )
+
+    @contextlib.asynccontextmanager
+    async def _copies(self, path: str, site: Site) -> AsyncIterator[dict[str, Callable[[], Awaitable[float]]]]:
+        """Have a second pool in this process for the raw copies of the mapped path; empty for other paths."""
+        if path != "shm-mapped":
+            yield {}
+            return
+        async with self._second(site) as source:
+            ways: tuple[tuple[str, int, Literal["memcpy", "stream", "stream-prefetch"]], ...] = (
+                ("memcpy, 1 thread", 1, "memcpy"),
+                ("memcpy, 2 threads", 2, "memcpy"),
+                ("NT copy, 2 threads", 2, "stream"),
+                ("NT copy with prefetch, 2 threads", 2, "stream-prefetch"),
+            )
+            yield {name: _copy(site.here, source, threads, loop) for name, threads, loop in ways}
+
+    @contextlib.asynccontextmanager
+    async def _second(self, site: Site) -> AsyncIterator[Half]:
+        """Have a pool in this process that holds what the peer's holds, in the same kind of memory."""
+        blocks, block = site.cache.geometry.num_blocks, site.here.block
+        cache = allocate(site.dd, "library", blocks, block, 1, remote=None)
+        try:
+            await cache.ready()
+            source = Half.of(cache.tensors[0], site.remote.index)
+            source.fill()
+            yield source
+        finally:
+            await site.dd.cache_manager.unregister_cache(cache)
+
+    async def _passive_cpu(self, path: str, block: int) -> None:
+        async with self.site(path, block, self._scale.count(block)) as site:
+            await site.move("pull")
+
+            async def step() -> float:
+                before, began = await self.peer.call("cpu"), perf_counter()
+                while perf_counter() - began < _CPU_SECONDS:
+                    await site.move("pull")
+                took = perf_counter() - began
+                return float(await self.peer.call("cpu") - before) / took * 100
+
+            found = await in_turn({"cpu": step}, self._scale.repeat)
+        self._rows.add("bandwidth owner's CPU", path, block, found["cpu"], "% of a core", "lower")
+
+    async def _runs(self, path: str, block: int) -> None:
+        count = min(_RUN, self._scale.count(block))
+        async with self.site(path, block, count, count) as small, self.site(path, block * count, 1, 1) as large:
+            order = np.arange(count)
+
+            def pull(site: Site, blocks: Any) -> Callable[[], Awaitable[float]]:
+                async def step() -> float:
+                    began = perf_counter()
+                    await site.dd.cache_manager.pull_blocks(site.key, site.cache, blocks, blocks)
+                    return perf_counter() - began
+
+                return step
+
+            steps = {"blocks": pull(small, order), "one": pull(large, [0])}
+            for step in steps.values():
+                await step()
+            if not np.array_equal(small.here.words.reshape(-1), large.here.words.reshape(-1)):
+                raise CommandError(f"neighbouring blocks over {path} are not what was sent")
+            found = await in_turn(steps, self._scale.repeat * 3)
+        speeds = {name: [block * count / took / 1e9 for took in samples] for name, samples in found.items()}
+        name = f"one block of {count * block:,} bytes"
+        self._rows.add("bandwidth neighbours", path, block, speeds["blocks"], "GB/s", "higher", (name, speeds["one"]))
+
+    # Latency. ------------------------------------------------------------------------------------------------
+
+    async def latency(self, paths: Sequence[str], blocks: Sequence[int]) -> None:
+        """Measure awaited transfers of one block, one at a time."""
+        for block in blocks:
+            for path in paths:
+                self._progress(f"latency: {path}, one block of {size_text(block)}")
+                async with self.site(path, block, self._scale.count(block)) as site:
+                    await self._latency(path, site)
+
+    async def _latency(self, path: str, site: Site) -> None:
+        count = min(self._scale.samples, len(site.here.index))
+        async with contextlib.AsyncExitStack() as stack:
+            steps: dict[str, Callable[[], Awaitable[Seconds]]] = {}
+            limits: dict[Direction, str] = {}
+            if path == "shm-mapped":
+                source = await stack.enter_async_context(self._second(site))
+
+                async def copy() -> Seconds:
+                    return site.here.copy_each(source, count)
+
+                steps["memcpy"] = copy
+                limits = {"pull": "memcpy", "push": "memcpy"}
+            for direction in _DIRECTIONS:
+                if path == "shm-process_vm":
+                    limits[direction] = _VM_CALLS[direction]
+                    steps[limits[direction]] = _process_vm_each(site, direction, count)
+                elif path == "tcp":
+                    limits[direction] = f"raw socket round trip, {direction}"
+                    steps[limits[direction]] = _bound(self._raw_each, site, direction, count)
+                steps[direction] = _timed_each(site, direction, count)
+            # All blocks once: what is pushed came with this pull, and no page is new.
+            await self._verify(site, "pull", path, _timed_move(site, "pull"), True)
+            await self._verify(site, "push", path, _timed_move(site, "push"), False)
+            for step in steps.values():
+                await step()
+            if wrong := site.here.wrong(site.remote.index):
+                raise CommandError(f"{path}: {wrong} single blocks are not what was sent")
+            found = await in_turn(steps, self._scale.repeat)
+        for percent in (50, 99):
+            micros = {
+                name: [float(np.percentile(each, percent)) * 1e6 for each in rounds] for name, rounds in found.items()
+            }
+            for name in dict.fromkeys(limits.values()):
+                self._rows.add(f"latency limit p{percent}", name, site.here.block, micros[name], "us", "lower")
+            for direction in _DIRECTIONS:
+                limit = limits[direction], micros[limits[direction]]
+                name = f"latency {direction} p{percent}"
+                self._rows.add(name, path, site.here.block, micros[direction], "us", "lower", limit)
+
+    # Completions. --------------------------------------------------------------------------------------------
+
+    async def completions(self, paths: Sequence[str], blocks: Sequence[int]) -> None:
+        """Measure awaited transfers per second, and what submitting a large one takes from the loop."""
+        for block in blocks:
+            for path in paths:
+                self._progress(f"completions: {path}, blocks of {size_text(block)}")
+                async with self.site(path, block, self._scale.count(block)) as site:
+                    await self._completions(path, site)
+        self._progress(f"completions: submit over {paths[0]}")
+        await self._submit(paths[0])
+
+    async def _completions(self, path: str, site: Site) -> None:
+        count = min(self._scale.samples * (1 if path == "tcp" else 8), len(site.here.index))
+        # Lists of one block, as a scheduler has them.
+        pairs = [([int(there)], [int(here)]) for there, here in zip(site.remote.index, site.here.index, strict=True)]
+        pull = site.dd.cache_manager.pull_blocks
+        key, cache = site.key, site.cache
+
+        async def some(part: Sequence[tuple[list[int], list[int]]]) -> None:
+            for there, here in part:
+                await pull(key, cache, there, here)
+
+        async def tasks() -> float:
+            parts = [pairs[i:count:_TASKS] for i in range(_TASKS)]
+            began = perf_counter()
+            async with asyncio.TaskGroup() as group:
+                for part in parts:
+                    group.create_task(some(part))
+            return count / (perf_counter() - began)
+
+        async def gathered() -> float:
+            began = perf_counter()
+            for at in range(0, count, _TASKS):
+                await asyncio.gather(
+                    *(pull(key, cache, there, here) for there, here in pairs[at : min(at + _TASKS, count)])
+                )
+            return count / (perf_counter() - began)
+
+        async with contextlib.AsyncExitStack() as stack:
+            if path == "shm-mapped":
+                source = await stack.enter_async_context(self._second(site))
+                whole = _copy(site.here, source, 1, "memcpy")
+                limit = "memcpy, 1 thread"
+            elif path == "shm-process_vm":
+                whole = _process_vm(site, "pull", 1, 1)
+                limit = "process_vm_readv, 1 thread, 1 iovec"
+            else:
+                limit = "raw socket round trips, 1 stream"
+
+            async def raw() -> float:
+                if path == "tcp":
+                    return 1 / float(np.mean(await self._raw_each(site, "pull", count)))
+                return len(site.here.index) / await whole()
+
+            steps = {"64 tasks": tasks, "gather of 64": gathered, limit: raw}
+            await self._verify(site, "pull", path, _timed_move(site, "pull"), True)
+            site.here.words[site.here.index[:count]] = 0
+            await tasks()
+            if wrong := site.here.wrong(site.remote.index):
+                raise CommandError(f"{_TASKS} tasks over {path}: {wrong} blocks are not what was sent")
+            await gathered()
+            found = await in_turn(steps, self._scale.repeat)
+        block = site.here.block
+        self._rows.add("completions limit", limit, block, found[limit], "1/s", "higher")
+        for name in ("64 tasks", "gather of 64"):
+            self._rows.add(f"completions {name}", path, block, found[name], "1/s", "higher", (limit, found[limit]))
+
+    async def _submit(self, path: str) -> None:
+        blocks = POOL_FACTOR * _SUBMIT_BLOCKS
+        async with (
+            self.site(path, _SUBMIT_BYTES, _SUBMIT_BLOCKS, blocks, _SUBMIT_TENSORS) as many,
+            self.site(path, _SUBMIT_BYTES, _SUBMIT_BLOCKS, blocks) as one,
+        ):
+
+            def submit(site: Site) -> Callable[[], Awaitable[float]]:
+                async def step() -> float:
+                    took = []
+                    for _ in range(_SUBMITS):
+                        began = perf_counter()
+                        transfer = site.move("pull")
+                        took.append(perf_counter() - began)
+                        await transfer
+                    return float(np.median(took)) * 1e6
+
+                return step
+
+            await self._verify(many, "submit", path, submit(many), True)
+            found = await in_turn({"many": submit(many), "one": submit(one)}, self._scale.repeat)
+        self._rows.add(
+            f"completions submit of {_SUBMIT_BLOCKS:,} blocks x {_SUBMIT_TENSORS} tensors",
+            path,
+            _SUBMIT_BYTES,
+            found["many"],
+            "us",
+            "lower",
+            ("the same with 1 tensor", found["one"]),
+        )
+
+
+# Steps. -----------------------------------------------------------------------------------------------------
+
+_DIRECTIONS: Final[tuple[Direction, ...]] = ("pull", "push")
+_VM_CALLS: Final = {"pull": "process_vm_readv", "push": "process_vm_writev"}
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count > 1)}"
+
+
+def _bound(function: Callable[..., Awaitable[Any]], *arguments: Any) -> Callable[[], Awaitable[Any]]:
+    async def step() -> Any:
+        return await function(*arguments)
+
+    return step
+
+
+def _copy(
+    to: Half, source: Half, threads: int, loop: Literal["memcpy", "stream", "stream-prefetch"]
+) -> Callable[[], Awaitable[float]]:
+    async def step() -> float:
+        return to.copy(source, threads, loop)
+
+    return step
+
+
+def _process_vm(site: Site, direction: Direction, threads: int, iovecs: int) -> Callable[[], Awaitable[float]]:
+    async def step() -> float:
+        return site.here.process_vm(site.remote, threads, iovecs, write=direction == "push")
+
+    return step
+
+
+def _process_vm_each(site: Site, direction: Direction, count: int) -> Callable[[], Awaitable[Seconds]]:
+    async def step() -> Seconds:
+        return site.here.process_vm_each(site.remote, count, write=direction == "push")
+
+    return step
+
+
+def _timed_move(site: Site, direction: Direction) -> Callable[[], Awaitable[float]]:
+    async def step() -> float:
+        began = perf_counter()
+        await site.move(direction)
+        return perf_counter() - began
+
+    return step
+
+
+def _timed_each(site: Site, direction: Direction, count: int) -> Callable[[], Awaitable[Seconds]]:
+    """Await one block after the other. Like the raw loops: the clock is read around each."""
+    caches, key, cache = site.dd.cache_manager, site.key, site.cache
+    here = [[int(block)] for block in site.here.index[:count]]
+    there = [[int(block)] for block in site.remote.index[:count]]
+
+    async def pull() -> Seconds:
+        took = []
+        for source, target in zip(there, here, strict=True):
+            began = perf_counter_ns()
+            await caches.pull_blocks(key, cache, source, target)
+            took.append(perf_counter_ns() - began)
+        return np.array(took) * 1e-9
+
+    async def push() -> Seconds:
+        took = []
+        for source, target in zip(here, there, strict=True):
+            began = perf_counter_ns()
+            await caches.push_blocks(key, cache, source, target)
+            took.append(perf_counter_ns() - began)
+        return np.array(took) * 1e-9
+
+    return pull if direction == "pull" else push

@@ -1,0 +1,423 @@
+"""bench measures what it says, beside limits that do the same work, and notices data that did not arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiodatadist import Transfer, _limits
+from aiodatadist.commands import bench, bench_peer, bench_rows, bench_transfers, main
+from aiodatadist.commands.bench_memory import Half, Remote, scattered
+
+FIELDS = {"name", "path", "block", "value", "unit", "spread", "limit", "ratio", "limit_name", "better"}
+SMALL = ("--quick", "--bytes", "1MiB", "--repeat", "2", "--peers", "3")
+PATHS = ("shm-mapped", "shm-process_vm", "tcp")
+
+measures = pytest.mark.skipif(bool(_limits.build_fault()), reason="measures release builds only")
+
+
+# The rows. --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("bench") / "report.json"
+    assert main(["bench", *SMALL, "--block", "4KiB,64KiB", "--json", str(path)]) == 0
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def named(report: dict[str, Any], name: str, path: str, block: int | None = None) -> dict[str, Any]:
+    (row,) = (row for row in report["rows"] if (row["name"], row["path"], row["block"]) == (name, path, block))
+    return dict(row)
+
+
+@measures
+def test_every_row_is_complete(report: dict[str, Any]) -> None:
+    assert report["machine"]["cpus"] == os.cpu_count()
+    assert {"cpu", "kernel", "copy_kernel", "python", "loop", "load"} <= set(report["machine"])
+    for row in report["rows"]:
+        assert set(row) == FIELDS
+        assert row["name"].split()[0] in bench.SUBJECTS
+        assert row["unit"] in ("GB/s", "us", "1/s", "ms", "KiB", "% of a core")
+        assert row["better"] == ("higher" if row["unit"] in ("GB/s", "1/s") else "lower")
+        assert math.isfinite(row["value"])
+        # Memory comes in pages, and three links may find room in one that is there.
+        assert row["value"] > 0 or row["unit"] == "KiB"
+        assert math.isfinite(row["spread"])
+        assert row["spread"] >= 0
+        assert (row["limit"] is None) == (row["ratio"] is None) == (row["limit_name"] is None)
+        if row["limit"] is not None:
+            assert row["limit"] > 0
+            assert row["ratio"] == pytest.approx(row["value"] / row["limit"])
+    keys = [(row["name"], row["path"], row["block"]) for row in report["rows"]]
+    assert sorted({name.split()[0] for name, _, _ in keys}) == sorted(bench.SUBJECTS)
+
+
+@measures
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("direction", ["pull", "push"])
+def test_every_path_stands_beside_its_limit(report: dict[str, Any], path: str, direction: str) -> None:
+    for block in (4096, 65536):
+        row = named(report, f"bandwidth {direction}", path, block)
+        limits = [
+            other
+            for other in report["rows"]
+            if (other["name"], other["path"], other["block"]) == ("bandwidth limit", row["limit_name"], block)
+        ]
+        assert limits[0]["value"] == row["limit"]
+        beginning = {"shm-mapped": ("memcpy", "NT copy"), "shm-process_vm": ("process_vm_",), "tcp": ("raw sockets",)}
+        assert row["limit_name"].startswith(beginning[path])
+        if path == "shm-process_vm":
+            assert row["limit_name"].startswith(f"process_vm_{'readv' if direction == 'pull' else 'writev'}")
+        if path == "tcp":
+            assert row["limit_name"].endswith(direction)
+        for percent in (50, 99):
+            assert named(report, f"latency {direction} p{percent}", path, block)["limit_name"]
+    for what in ("64 tasks", "gather of 64"):
+        assert named(report, f"completions {what}", path, 4096)["limit_name"]
+    assert named(report, "bandwidth neighbours", path, 4096)["limit_name"] == f"one block of {1 << 20:,} bytes"
+    assert named(report, "bandwidth owner's CPU", path, 65536)["unit"] == "% of a core"
+
+
+@measures
+def test_links_and_submit_have_rows(report: dict[str, Any]) -> None:
+    for transport in ("shm", "tcp"):
+        assert named(report, "links link 3 at once", transport)["limit_name"] == "one TCP connection made and closed"
+        assert named(report, "links unlink 3 at once", transport)["unit"] == "1/s"
+    assert named(report, "links CPU of both sides, idle", "shm+tcp")["better"] == "lower"
+    row = named(report, "completions submit of 10,000 blocks x 64 tensors", "shm-mapped", 64)
+    assert row["limit_name"] == "the same with 1 tensor"
+
+
+@measures
+def test_json_to_stdout_is_all_that_is_there(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "latency", *SMALL, "--block", "4096", "--paths", "tcp", "--json"]) == 0
+    captured = capfd.readouterr()
+    assert {row["name"].split()[0] for row in json.loads(captured.out)["rows"]} == {"latency"}
+    assert captured.err.splitlines() == ["latency: tcp, one block of 4 KiB"]
+
+
+@measures
+@pytest.mark.uvloop
+def test_runs_on_uvloop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--block", "4096", "--paths", "shm-mapped", "--loop", "uvloop", "--json", str(tmp_path / "x"))
+    assert main(["bench", "completions", *SMALL, *options]) == 0
+    assert json.loads((tmp_path / "x").read_text())["machine"]["loop"] == "uvloop"
+    assert "completions 64 tasks" in capsys.readouterr().out
+
+
+def test_table_says_which_way_is_better(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = bench_rows.Rows()
+    rows.add("bandwidth pull", "tcp", 4096, [3.0, 1.0, 2.0], "GB/s", "higher", ("raw sockets, 1 stream", [4.0] * 3))
+    rows.add("latency pull p50", "tcp", 1 << 20, [3000.0], "us", "lower", ("raw socket round trip", [2000.0]))
+    rows.add("links CPU of both sides, idle", "tcp", None, [0.25], "% of a core", "lower")
+    bench_rows.print_table(rows.rows)
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+    assert cells[1] == [
+        "bandwidth pull",
+        "tcp",
+        "4 KiB",
+        "2.00",
+        "1.00",
+        "GB/s",
+        "4.00",
+        "50 %",
+        "raw sockets, 1 stream",
+    ]
+    assert cells[2][2:] == ["1 MiB", "3,000", "0.00", "us", "2,000", "1.50 x", "raw socket round trip"]
+    assert cells[3][2:] == ["0.25", "0.00", "% of a core"]
+
+
+async def test_steps_take_turns() -> None:
+    order: list[str] = []
+
+    def step(name: str) -> Callable[[], Any]:
+        async def run() -> int:
+            order.append(name)
+            return len(order)
+
+        return run
+
+    found = await bench_rows.in_turn({name: step(name) for name in "abc"}, 3)
+    assert "".join(order) == "abccbaabc"
+    assert found == {"a": [1, 6, 7], "b": [2, 5, 8], "c": [3, 4, 9]}
+
+
+# Refusals. --------------------------------------------------------------------------------------------------
+
+
+def test_refuses_a_debug_build(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    if not _limits.build_fault():
+        monkeypatch.setattr(_limits, "build_fault", lambda: "a debug build")
+    assert main(["bench", "--quick"]) == 1
+    assert "aiodatadist bench: error: this is a debug build" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["speed"], "invalid choice: 'speed'"),
+        (["--block", "12"], "a block of 12 bytes is outside 64 B..64 MiB"),
+        (["--block", "100"], "no multiple of 8"),
+        (["--block", "4KiB,many"], "'many' is no size"),
+        (["--bytes", "1"], "1 is outside 64 KiB..64 GiB"),
+        (["--paths", "tcp,pigeon"], "'pigeon' is no path; there are shm-mapped, shm-process_vm, tcp"),
+        (["--repeat", "0"], "'0' is no number from 1 to 1000"),
+        (["--peers", "-1"], "'-1' is no number from 1 to 4096"),
+        (["--loop", "twisted"], "invalid choice: 'twisted'"),
+    ],
+)
+def test_wrong_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as why:
+        main(["bench", *arguments])
+    assert why.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@measures
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--json", "latency"], 2, "--json latency names a file; write bench latency --json"),
+        (["--bytes", "1MiB", "--block", "2MiB"], 2, "a block of 2 MiB does not fit into --bytes 1 MiB"),
+        (["--json", "/nowhere/at/all"], 1, "--json /nowhere/at/all: No such file or directory"),
+        (["--bytes", "64g"], 1, "needs 384 GiB of memory"),
+    ],
+)
+def test_what_cannot_be_measured(
+    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "_measure", None)  # nothing starts
+    monkeypatch.setattr(bench, "_available", lambda: 1 << 34)
+    assert main(["bench", *arguments]) == code
+    assert message in capsys.readouterr().err
+
+
+@measures
+def test_missing_extra_names_the_pip_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    assert main(["bench", "--loop", "uvloop"]) == 1
+    assert "pip install 'aiodatadist[bench]'" in capsys.readouterr().err
+
+
+@measures
+def test_path_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    async def reached(self: bench_transfers.Session, path: str) -> str:
+        return "" if path == "tcp" else f"no {path} today"
+
+    monkeypatch.setattr(bench_transfers.Session, "reached", reached)
+    assert main(["bench", "latency", *SMALL, "--block", "4096"]) == 0
+    captured = capsys.readouterr()
+    assert "shm-mapped is left out: no shm-mapped today" in captured.err
+    assert "latency pull p50" in captured.out
+    assert main(["bench", "latency", *SMALL, "--block", "4096", "--paths", "shm-mapped"]) == 1
+    assert "the path shm-mapped cannot be measured: no shm-mapped today" in capsys.readouterr().err
+
+
+# Faults while measuring. ------------------------------------------------------------------------------------
+
+
+@measures
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("wrong", ["pull", "push"])
+def test_wrong_data_is_noticed(
+    path: str, wrong: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    move = bench_transfers.Site.move
+
+    def damaged(self: bench_transfers.Site, direction: bench_transfers.Direction) -> Transfer[None]:
+        if direction != wrong:
+            return move(self, direction)
+        here, there = self.here.index, self.remote.index.copy()
+        there[[3, 8]] = there[[8, 3]]
+        caches = self.dd.cache_manager
+        if direction == "pull":
+            return caches.pull_blocks(self.key, self.cache, there, here)
+        return caches.push_blocks(self.key, self.cache, here, there)
+
+    monkeypatch.setattr(bench_transfers.Site, "move", damaged)
+    assert main(["bench", "bandwidth", *SMALL, "--block", "4KiB", "--paths", path]) == 1
+    message = f"{wrong} over {path} with blocks of 4 KiB: 2 of 256 blocks are not what was sent"
+    assert message in capsys.readouterr().err
+
+
+@measures
+def test_limit_that_moves_nothing_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Half, "process_vm", lambda self, *arguments, **options: 1e-9)
+    assert main(["bench", "bandwidth", *SMALL, "--block", "4KiB", "--paths", "shm-process_vm"]) == 1
+    assert (
+        "process_vm_readv, 1 thread, 1 iovec over shm-process_vm with blocks of 4 KiB: 256" in capsys.readouterr().err
+    )
+
+
+@measures
+def test_killed_peer_ends_the_bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    call = bench_peer.Peer.call
+    pids = []
+
+    async def fatal(self: bench_peer.Peer, name: str, **arguments: Any) -> Any:
+        if name == "serve_raw":
+            pids.append(self.pid)
+            os.kill(self.pid, signal.SIGKILL)
+        return await call(self, name, **arguments)
+
+    monkeypatch.setattr(bench_peer.Peer, "call", fatal)
+    assert main(["bench", "latency", *SMALL, "--block", "4KiB", "--paths", "tcp"]) == 1
+    assert f"the passive process {pids[0]} ended early, with exit code -9" in capsys.readouterr().err
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+
+
+@measures
+def test_fault_of_the_peer_comes_back(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    async def confused(self: bench_transfers.Session, *arguments: Any) -> None:
+        await self.peer.call("forget", model_id=99)
+
+    monkeypatch.setattr(bench_transfers.Session, "latency", confused)
+    assert main(["bench", "latency", *SMALL, "--paths", "tcp"]) == 1
+    errors = capfd.readouterr().err
+    assert "error: the passive process: KeyError: 99" in errors
+    assert "Traceback" in errors
+
+
+@measures
+def test_peer_ends_with_the_bench() -> None:
+    script = "import asyncio, os, signal\nfrom aiodatadist.commands.bench_peer import Peer\n"
+    script += "async def main():\n async with Peer.start() as peer:\n"
+    script += "  print(peer.pid, flush=True)\n  os.kill(os.getpid(), signal.SIGKILL)\nasyncio.run(main())"
+    root = str(Path(bench.__file__).parents[2])
+    # The peer holds the other end of this pipe until it ends, and so does the wait.
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=root, timeout=60, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert int(done.stdout) > 0
+
+
+# The limits do the work. ------------------------------------------------------------------------------------
+
+
+def halves(count: int = 300, block: int = 1024) -> tuple[Half, Half]:
+    pools = [np.zeros((2 * count, block), np.uint8) for _ in range(2)]
+    here, there = (Half.of(pool, scattered(2 * count, count, seed)) for seed, pool in enumerate(pools))
+    there.fill()
+    return here, there
+
+
+@pytest.mark.sanitize
+def test_blocks_in_wrong_places_are_counted() -> None:
+    here, there = halves()
+    assert here.wrong(there.index) == len(here.index)
+    here.words[here.index] = there.words[there.index]
+    assert here.wrong(there.index) == 0
+    assert there.wrong(there.index) == 0
+    here.words[here.index[5], -1] ^= 1
+    here.words[here.index[7]], here.words[here.index[9]] = here.words[here.index[9]], here.words[here.index[7]].copy()
+    assert here.wrong(there.index) == 3
+    here.clear()
+    assert not here.words.any()
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("loop", ["memcpy", "stream", "stream-prefetch"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_raw_copies(loop: Any, threads: int) -> None:
+    here, there = halves()
+    assert here.copy(there, threads, loop) > 0
+    assert here.wrong(there.index) == 0
+    assert np.count_nonzero(here.words.any(axis=1)) == len(here.index)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("iovecs", [1, 7, 1024])
+@pytest.mark.parametrize("write", [False, True])
+def test_raw_process_vm(iovecs: int, write: bool) -> None:
+    here, there = halves()
+    if write:
+        remote = Remote(os.getpid(), here.address, here.index)
+        assert there.process_vm(remote, 2, iovecs, write=True) > 0
+    else:
+        remote = Remote(os.getpid(), there.address, there.index)
+        assert here.process_vm(remote, 2, iovecs, write=False) > 0
+    assert here.wrong(there.index) == 0
+
+
+@pytest.mark.sanitize
+def test_raw_single_blocks() -> None:
+    here, there = halves()
+    took = here.copy_each(there, 1000)
+    assert len(took) == len(here.index)
+    assert (took >= 0).all()
+    assert here.wrong(there.index) == 0
+    here.clear()
+    took = here.process_vm_each(Remote(os.getpid(), there.address, there.index), 10, write=False)
+    assert len(took) == 10
+    assert (took > 0).all()
+    assert here.wrong(there.index) == len(here.index) - 10
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("streams", [0, 1, 2])
+@pytest.mark.parametrize("asker_sends", [False, True])
+async def test_raw_sockets(streams: int, asker_sends: bool) -> None:
+    here, there = halves(1500, 4096)
+    receiver, sender = here, there
+    pairs = [socket.socketpair() for _ in range(max(1, streams))]
+    asking, answering = ([pair[end].fileno() for pair in pairs] for end in (0, 1))
+    source, target = (asking, answering) if asker_sends else (answering, asking)
+
+    def run(half: Half, descriptors: list[int], sends: bool) -> Any:
+        if streams:
+            return half.sockets(descriptors, sends=sends, asks=sends == asker_sends)
+        return half.socket_each(descriptors[0], 1500, sends=sends, asks=sends == asker_sends).sum()
+
+    try:
+        for _ in range(2):  # and are fit for more
+            here.clear()
+            took = await asyncio.gather(
+                asyncio.to_thread(run, sender, source, True), asyncio.to_thread(run, receiver, target, False)
+            )
+            assert min(took) > 0
+            assert here.wrong(there.index) == 0
+    finally:
+        for pair in pairs:
+            for end in pair:
+                end.close()
+
+
+@pytest.mark.sanitize
+def test_raw_faults() -> None:
+    here, there = halves()
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    with pytest.raises(ProcessLookupError):
+        here.process_vm(Remote(gone.pid, there.address, there.index), 2, 1024, write=False)
+    with pytest.raises(OSError, match="Bad address"):
+        here.process_vm_each(Remote(os.getpid(), 4096, there.index), 3, write=False)
+    with pytest.raises(IndexError, match="differ"):
+        here.copy(Half.of(np.zeros((4, 1024), np.uint8), np.array([1])), 1, "memcpy")
+    with pytest.raises(IndexError, match=r"outside 0\.\.3"):
+        Half.of(np.zeros((4, 1024), np.uint8), np.array([4]))
+    ours, theirs = socket.socketpair()
+    threading.Timer(0.05, theirs.close).start()
+    with ours, pytest.raises((ConnectionResetError, BrokenPipeError)):
+        here.sockets([ours.fileno()], sends=True, asks=True)
+    with pytest.raises(ValueError, match=r"outside 1\.\.64"):
+        here.sockets([], sends=True, asks=True)
