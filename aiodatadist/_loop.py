@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import anyio
 import anyio.lowlevel
 
+from ._race import race
 from ._scopes import Deadline, Tasks, shielded
 from .observe import get_logger
 from .types import Address
@@ -555,13 +556,20 @@ class Listener(_Acceptor, StreamListener):
     def __init__(
         self, loop: asyncio.AbstractEventLoop, sock: socket.socket, on_stream: Callable[[Stream], None]
     ) -> None:
-        host, port = sock.getsockname()[:2]
-        self.address = Address(host, port)
+        self.address = _address_of(sock.getsockname())
         self._on_stream = on_stream
         super().__init__(loop, sock)
 
     def _accepted(self, sock: socket.socket, address: Any) -> None:
-        self._on_stream(SocketStream(self._loop, sock, Address(*address[:2])))
+        self._on_stream(SocketStream(self._loop, sock, _address_of(address)))
+
+
+def _address_of(sockaddr: tuple[Any, ...]) -> Address:
+    """Return the address as it can be connected to again."""
+    host, port = sockaddr[:2]
+    if len(sockaddr) == 4 and sockaddr[3] and "%" not in host:
+        host = f"{host}%{sockaddr[3]}"  # a link-local address means nothing without its interface
+    return Address(host.removeprefix("::ffff:") if "." in host else host, port)
 
 
 # The unix side of a same-host link. -------------------------------------------------------------------------
@@ -812,7 +820,7 @@ class Runtime:
         return SocketWatch(self.loop, fd, callback)
 
     async def resolve(self, address: Address, *, passive: bool = False) -> list[tuple[int, tuple[Any, ...]]]:
-        """Return families and socket addresses of a host; only names take a thread. Raises OSError."""
+        """Return families and socket addresses of a host, best first; only names take a thread. Raises OSError."""
         flags = socket.AI_PASSIVE if passive else 0
         try:
             found = socket.getaddrinfo(
@@ -823,38 +831,64 @@ class Runtime:
             )
         except socket.gaierror:
             found = await self.loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=flags)
-        return [(family, sockaddr) for family, _, _, _, sockaddr in found]
+        return list(dict.fromkeys((family, sockaddr) for family, _, _, _, sockaddr in found))
 
     async def connect(self, address: Address) -> Stream:
-        """Connect to the first socket address of `address` that answers. Raises OSError."""
-        failures: list[OSError] = []
-        for family, sockaddr in await self.resolve(address):
+        """Connect to the first socket address of `address` that answers. Raises OSError, which names them all."""
+
+        async def connect_to(target: tuple[int, tuple[Any, ...]]) -> Stream:
+            family, sockaddr = target
+            sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             try:
-                sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-                stream = SocketStream(self.loop, sock, Address(*sockaddr[:2]), str(address))
-            except OSError as why:
-                failures.append(why)
-                continue
+                stream = SocketStream(self.loop, sock, _address_of(sockaddr), str(address))
+            except BaseException:
+                sock.close()
+                raise
             try:
                 await stream.connect(sockaddr)
-            except OSError as why:
-                stream.close()
-                failures.append(why)
             except BaseException:
                 stream.close()
                 raise
-            else:
-                return stream
-        if not failures:
-            raise OSError(errno.EADDRNOTAVAIL, f"{address.host} has no address")
-        raise failures[0]
+            return stream
 
-    async def listen(self, address: Address, on_stream: Callable[[Stream], None]) -> StreamListener:
-        """Listen on a TCP port, 0 for any. Raises OSError."""
-        family, sockaddr = (await self.resolve(address, passive=True))[0]
+        failures: list[tuple[tuple[int, tuple[Any, ...]], OSError]] = []
+        won = await race(await self.resolve(address), connect_to, failures)
+        if won is not None:
+            return won[1]
+        first = failures[0][1]
+        if len(failures) == 1:
+            raise first
+        said = "; ".join(f"{_address_of(sockaddr)}: {why.strerror or why}" for (_, sockaddr), why in failures)
+        raise OSError(first.errno, said) from first
+
+    async def listen(
+        self, address: Address, on_stream: Callable[[Stream], None], current: StreamListener | None = None
+    ) -> StreamListener:
+        """Listen on a TCP port, 0 for any, of the first address of a host that can be had. Raises OSError.
+
+        Nothing is waited for after the port was taken. `current` is returned if it listens there already.
+        """
+        targets = await self.resolve(address, passive=True)
+        if current is not None:
+            for _, sockaddr in targets:
+                wanted = _address_of(sockaddr)
+                if current.address == wanted._replace(port=wanted.port or current.address.port):
+                    return current
+        failure: OSError | None = None
+        for family, sockaddr in targets:
+            try:
+                return self._listen_at(family, sockaddr, on_stream)
+            except OSError as why:
+                failure = failure or why
+        assert failure is not None
+        raise failure
+
+    def _listen_at(self, family: int, sockaddr: tuple[Any, ...], on_stream: Callable[[Stream], None]) -> StreamListener:
         sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6 and sockaddr[0] == "::":
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # whatever the system's default is
             sock.bind(sockaddr)
             sock.listen(_BACKLOG)
             return Listener(self.loop, sock, on_stream)

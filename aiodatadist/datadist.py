@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections.abc import Mapping
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex
 
 from . import _core
 from ._loop import Runtime
@@ -27,10 +28,16 @@ if TYPE_CHECKING:
 
     from .control.events import EventStream, NotificationStream
     from .control.links import Link
+    from .control.operations import Running
     from .control.table import LocalTable
     from .transfer import Transfer
 
 __all__ = ["DataDist"]
+
+
+class _Keep(enum.Enum):
+    LISTENING = "as before"
+
 
 _NOWHERE = -1  # no thread has this id
 
@@ -48,8 +55,9 @@ class DataDist:
     role : Role
         What this node is for. Peers see it; it restricts nothing.
     listen : str or pair, optional
-        ``"host:port"`` or ``(host, port)`` where peers may link this node; port 0 takes any free one. Without
-        it only this node can link others.
+        ``"host:port"`` or ``(host, port)`` where peers may link this node; port 0 takes any free one. ``0.0.0.0``
+        is every IPv4 address of the host, ``[::]`` every address, IPv4 included. A name is the first of its
+        addresses that can be had. Without it only this node can link others.
     config : Config, optional
         `Config.from_env()` where it is left out.
 
@@ -76,14 +84,11 @@ class DataDist:
         _make_runtime: Callable[[], Runtime] = Runtime,
     ) -> None:
         self.cluster_id: int = as_integer(cluster_id, "cluster_id")
-        try:
-            self.role = Role(role)
-        except ValueError:
-            raise ArgumentError(f"role={role!r} is unknown", hint="use a Role") from None
+        first_role = _role_of(role)
         if config is not None and not isinstance(config, Config):
             raise ArgumentTypeError(f"config must be a Config, got {type(config).__name__}")
         self._config = Config.from_env() if config is None else config
-        address = None if listen is None else parse_address(listen, "listen", port_zero=True)
+        address = None if listen is None else _listen_address(listen)
         self._thread_id = _NOWHERE
         self._links: Mapping[int, Link] = {}
         self._cache_manager: CacheManager | None = None
@@ -106,7 +111,7 @@ class DataDist:
 
         self._center = Center(
             self.cluster_id,
-            self.role,
+            first_role,
             address,
             self._config,
             _make_runtime,
@@ -235,8 +240,13 @@ class DataDist:
     # What it consists of. -----------------------------------------------------------------------------------
 
     @property
+    def role(self) -> Role:
+        """What this node is for; see `switch_role`."""
+        return self._center.role
+
+    @property
     def listen_address(self) -> Address | None:
-        """Host and port where it listens; None without ``listen=`` or before `open`."""
+        """Host and port where it listens; None where it does not, or before `open`."""
         return self._center.listen_address
 
     @property
@@ -275,15 +285,25 @@ class DataDist:
 
     # Links. -------------------------------------------------------------------------------------------------
 
-    def link(self, info: ClusterInfo, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer[Link]:
+    def link(
+        self, info: ClusterInfo, *, timeout: Timeout = DEFAULT_TIMEOUT, auto_relink: bool | None = None
+    ) -> Transfer[Link]:
         """Link a peer, or return the link that exists.
 
         Parameters
         ----------
         info : ClusterInfo
-            Who, and where it listens. Several addresses are tried in order.
+            Who, and where it listens. Several addresses are tried in order, also all those that a name has. One
+            that neither connects nor fails gets a quarter of a second before the next is tried beside it, and one that
+            connects but does not answer a second.
         timeout : float or None, optional
             Seconds; omitted: ``Config.link_timeout``, None: no deadline.
+        auto_relink : bool, optional
+            True: once linked, link again in the background whenever the peer is lost, until it is there, one side
+            unlinks, or either DataDist closes. Attempts come at growing, random intervals of up to 15 s, each with
+            ``Config.link_timeout``, and show in `events` with their number. Nothing waits for them: without a link,
+            transfers raise `NotLinkedError` at once, a `link` of your own tries at once, and a new link has a new
+            epoch. False: no longer. Omitted: as it is.
 
         Returns
         -------
@@ -294,7 +314,7 @@ class DataDist:
         Raises
         ------
         ArgumentError
-            No address is known.
+            No address is known, or ``auto_relink=True`` without one.
         ClosedError, WrongLoopError, ForkedError
             The DataDist cannot be used.
 
@@ -306,12 +326,16 @@ class DataDist:
             Another cluster id listens there, or versions or transports do not fit.
         LinkRefusedError
             The peer said no: another node with this cluster id is linked to it and alive, or it is closing.
+        FileLimitError
+            This process may open too few files for another link. The limit is named.
         LinkError, PeerLostError
-            It cannot be reached, or was lost on the way.
+            It cannot be reached, or was lost on the way. Each address is named with its reason.
         """
         self._check_usable()
         _check_info(info)
-        return self._center.links.link(info, self._seconds(timeout))
+        if auto_relink is not None and not isinstance(auto_relink, bool):
+            raise ArgumentTypeError(f"auto_relink must be a bool, got {type(auto_relink).__name__}")
+        return self._center.links.link(info, self._seconds(timeout), auto_relink)
 
     def unlink(self, info: ClusterInfo, *, timeout: Timeout = DEFAULT_TIMEOUT, force: bool = False) -> Transfer[None]:
         """End the link to a peer, on both sides. Transfers on it end with a ClosedError or PeerLostError.
@@ -376,6 +400,111 @@ class DataDist:
         self._check_usable()
         return self._center.links.fence(as_integer(cluster_id, "cluster_id"), self._seconds(timeout))
 
+    # Role and listening. ------------------------------------------------------------------------------------
+
+    def switch_role(
+        self,
+        role: Role,
+        *,
+        listen: str | tuple[str, int] | Literal[_Keep.LISTENING] | None = _Keep.LISTENING,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+    ) -> Transfer[None]:
+        """Take another role, and start, move or stop listening. Links go on, and linked peers are told.
+
+        Parameters
+        ----------
+        role : Role
+            The same one is no error.
+        listen : str or pair or None, optional
+            As in `start_listening`; None: stop. Omitted, listening stays as it is.
+        timeout : float or None, optional
+            Seconds; omitted: ``Config.link_timeout``, None: no deadline. Only resolving a name may take long.
+
+        Returns
+        -------
+        Transfer
+            When it is done, new links see the role. Peers see it in ``link.role`` and as a `PeerChanged` event.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            An argument cannot be used.
+        ClosedError, WrongLoopError, ForkedError
+            The DataDist cannot be used.
+
+        Raises (when awaited)
+        ---------------------
+        TransportError, LinkTimeout
+            As `start_listening`. Role and listening are as before.
+        """
+        self._check_usable()
+        new = _role_of(role)
+        address = None if listen is None or listen is _Keep.LISTENING else _listen_address(listen)
+        center = self._center
+
+        async def switch(running: Running) -> None:
+            running.state = lambda: f"starting to listen on {address}"
+            if address is not None:
+                await center.start_listening(address)
+            elif listen is None:
+                center.stop_listening()
+            center.switch_role(new)
+
+        return center.operations.start("switch_role", self.cluster_id, self._seconds(timeout), switch)
+
+    def start_listening(
+        self, address: str | tuple[str, int], *, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> Transfer[Address]:
+        """Listen for links, and no longer where it did before. Links go on, and linked peers are told.
+
+        Parameters
+        ----------
+        address : str or pair
+            As ``listen=`` of the constructor. Nothing happens where it listens there already; port 0 is any port.
+        timeout : float or None, optional
+            Seconds; omitted: ``Config.link_timeout``, None: no deadline. Only resolving a name may take long.
+
+        Returns
+        -------
+        Transfer
+            Its result is the address with its port. Handshakes under way at an old address may fail.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            The address cannot be used.
+        ClosedError, WrongLoopError, ForkedError
+            The DataDist cannot be used.
+
+        Raises (when awaited)
+        ---------------------
+        TransportError
+            The port is taken, or the address not to be had. Where it listened before it still does.
+        LinkTimeout
+            The deadline passed, likewise.
+        """
+        self._check_usable()
+        wanted = _listen_address(address)
+        center = self._center
+
+        async def listen(running: Running) -> Address:
+            running.state = lambda: f"starting to listen on {wanted}"
+            return await center.start_listening(wanted)
+
+        return center.operations.start("listen", self.cluster_id, self._seconds(timeout), listen)
+
+    def stop_listening(self) -> Transfer[None]:
+        """Stop listening, at once. Links go on, and linked peers are told. No error where it does not listen.
+
+        Raises
+        ------
+        ClosedError, WrongLoopError, ForkedError
+            The DataDist cannot be used.
+        """
+        self._check_usable()
+        self._center.stop_listening()
+        return self._center.operations.done(None)
+
     def _seconds(self, timeout: Timeout) -> float | None:
         if timeout is DEFAULT_TIMEOUT:
             return self._config.link_timeout
@@ -386,9 +515,9 @@ class DataDist:
     def events(self) -> EventStream:
         """Return the events from now on, as an asynchronous iterator.
 
-        Every reader gets all of them: `LinkStateChanged`, `CacheAnnounced`, `CacheGone`, `TransferEnded`, and
-        `EventsLagged` where it was too slow. The iterator ends when the DataDist is closed. Dropping it ends the
-        subscription; cancelling a reader loses no event.
+        Every reader gets all of them: `LinkStateChanged`, `PeerChanged`, `CacheAnnounced`, `CacheGone`,
+        `TransferEnded`, and `EventsLagged` where it was too slow. The iterator ends when the DataDist is closed.
+        Dropping it ends the subscription; cancelling a reader loses no event.
         """
         self._check_usable()
         return self._center.events.stream()
@@ -438,6 +567,17 @@ class DataDist:
         """Return the operations that have not ended: age, peer, state and bytes of each, a line in ``str()``."""
         self._check_usable()
         return self._center.rows() + self.cache_manager._rows()
+
+
+def _role_of(role: Role) -> Role:
+    try:
+        return Role(role)
+    except ValueError:
+        raise ArgumentError(f"role={role!r} is unknown", hint="use a Role") from None
+
+
+def _listen_address(address: str | tuple[str, int]) -> Address:
+    return parse_address(address, "listen", port_zero=True)
 
 
 def _check_info(info: ClusterInfo) -> None:

@@ -15,6 +15,7 @@
     │   ├── NotLinkedError          no link to that cluster id
     │   ├── HandshakeError          versions, identity or proof did not fit
     │   ├── LinkRefusedError        the peer answered, and said no
+    │   ├── FileLimitError          this process may not open the files it needs
     │   ├── LinkTimeout             link or unlink missed its deadline           (also TimeoutError)
     │   ├── PeerLostError           the peer died or went silent                 (also ConnectionError)
     │   └── ProtocolError           the peer sent something it must not send
@@ -57,6 +58,7 @@ __all__ = [
     "ClosedError",
     "ConfigError",
     "DataDistError",
+    "FileLimitError",
     "ForkedError",
     "HandshakeError",
     "InternalError",
@@ -290,6 +292,10 @@ class HandshakeError(LinkError):
 
 class LinkRefusedError(LinkError):
     """The peer answered and refused the link; the message carries its reason."""
+
+
+class FileLimitError(LinkError):
+    """The process may not open the files that another link needs. The links that exist go on."""
 
 
 class LinkTimeout(LinkError, TimeoutError):

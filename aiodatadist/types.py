@@ -37,6 +37,7 @@ __all__ = [
     "LinkState",
     "LinkStateChanged",
     "Notification",
+    "PeerChanged",
     "Placement",
     "Role",
     "TransferEnded",
@@ -824,6 +825,9 @@ class LinkStateChanged:
         Epoch of the link after the change; grows with each new incarnation or relink.
     reason : str
         Why, in words; empty for what was asked for.
+    attempt : int
+        Which attempt of ``auto_relink=`` this belongs to, from 1; 0 outside of them. An attempt begins with a change to
+        ``LINKING`` and ends with one to ``READY`` or ``BROKEN``.
     """
 
     cluster_id: int
@@ -831,6 +835,26 @@ class LinkStateChanged:
     new: LinkState
     epoch: int = 0
     reason: str = ""
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PeerChanged:
+    """A linked peer has switched its role, or listens elsewhere or no longer. Its link goes on.
+
+    Attributes
+    ----------
+    cluster_id : int
+        The peer.
+    role : Role or None
+        What it is for now; None if this version does not know it.
+    listens_at : tuple of str
+        Addresses that it names; empty when it does not listen.
+    """
+
+    cluster_id: int
+    role: Role | None
+    listens_at: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -915,5 +939,5 @@ class Notification:
     payload: bytes
 
 
-Event = LinkStateChanged | CacheAnnounced | CacheGone | TransferEnded
+Event = LinkStateChanged | PeerChanged | CacheAnnounced | CacheGone | TransferEnded
 """What ``DataDist.events()`` yields."""

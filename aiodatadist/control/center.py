@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import atexit
 import enum
+import errno
+import ipaddress
 import secrets
 import threading
 import warnings
@@ -35,6 +37,7 @@ from .operations import Operations
 from .peers import NativePeers
 from .reception import Reception
 from .table import LocalTable
+from .waiting import Waiting
 
 if TYPE_CHECKING:
     import asyncio
@@ -48,7 +51,13 @@ _log = get_logger()
 
 _RECHECK_SECONDS: Final = 0.05
 _GRACE_SECONDS: Final = 0.5
-_LOOPBACK: Final = ("127.", "::1", "localhost")
+_LISTEN_HINTS: Final = {
+    errno.EADDRINUSE: "another process has the port: choose a free one, or port 0 for any",
+    errno.EADDRNOTAVAIL: "the address is none of this host's: choose one of them, or 0.0.0.0 or [::] for all",
+    errno.EAFNOSUPPORT: "this host has no IPv6: choose an IPv4 address",
+    errno.EACCES: "ports below 1024 need a privilege: choose a higher one, or port 0 for any",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
 
 _centers: weakref.WeakSet[Center] = weakref.WeakSet()
 
@@ -95,13 +104,13 @@ class Center:
         exposed: Callable[[], tuple[str, ...]],
     ) -> None:
         self.state = State.NEW
+        self.listen_address: Address | None = None
         self.cluster_id = cluster_id
         self.role = role
         self.config = config
         self.table = LocalTable()
         self.copied = Counters()
         self.thread_id = -1
-        self.listen_address: Address | None = None
         self._listen = listen
         self._make_runtime = make_runtime
         self._on_closing = on_closing
@@ -111,7 +120,6 @@ class Center:
         self._finish_when_quiet = False
         self._finishing = False
         self._tasks_over = False
-        self._waiting: list[asyncio.Future[None]] = []
         self._recheck: Timer | None = None
         self._root: asyncio.Task[None] | None = None
 
@@ -126,7 +134,8 @@ class Center:
             self._root = self.runtime.root_task(self._run(entered), f"aiodatadist-{self.cluster_id}")
             self._root.add_done_callback(self._root_done)
             await entered
-            await self._start_listening()
+            if self._listen is not None:
+                await self.start_listening(self._listen)
             if self.state is not State.OPENING:
                 raise ClosedError("the DataDist was closed while it was being opened")
         except BaseException:
@@ -165,6 +174,7 @@ class Center:
             raise
         self.ring = self._watch.ring
         self._stop, self._over = runtime.event(), runtime.event()
+        self._waiting = Waiting(runtime)
         self._tasks = Tasks()
         self.events = EventHub(runtime)
         self.inbox = Inbox(runtime, lambda cluster_id: self.links.notification_read(cluster_id))
@@ -198,29 +208,56 @@ class Center:
         at_fork_in_child(self)
         self._built = True
 
-    async def _start_listening(self) -> None:
-        if self._listen is None:
-            return
+    # Listening. ---------------------------------------------------------------------------------------------
+
+    async def start_listening(self, address: Address) -> Address:
+        """Listen, and no longer where it did before. If it cannot, nothing changes."""
+        try:
+            bound = await self._reception.listen(address)
+        except OSError as why:
+            raise self._cannot_listen(address, why) from why
+        if bound == self.listen_address:
+            return bound
         if "shm" in self.own.usable:
             try:
                 self._host_door.open()
             except OSError as why:
                 _log.warning("peers cannot prove the same host: no unix socket", error=str(why))
-        try:
-            self.listen_address = await self._reception.listen(self._listen)
-        except OSError as why:
-            raise TransportError(
-                f"cannot listen on {self._listen}: {why.strerror or why}",
-                transport="tcp",
-                hint="choose a free port, or port 0 for any",
-            ) from why
-        self.own.listen = (str(self.listen_address),)
-        if not self._listen.host.startswith(_LOOPBACK) and self.config.cluster_key is None:
+        self._listens_at(bound)
+        if not ipaddress.ip_address(bound.host).is_loopback and self.config.cluster_key is None:
             _log.warning(
                 "listening beyond this host without a cluster key: whoever reaches the port can link",
                 cluster_id=self.cluster_id,
-                address=str(self.listen_address),
+                address=str(bound),
             )
+        return bound
+
+    def _cannot_listen(self, address: Address, why: OSError) -> TransportError:
+        hint = _LISTEN_HINTS.get(why.errno or 0, "choose another address")
+        mine = self.listen_address
+        if why.errno == errno.EADDRINUSE and mine is not None and mine.port == address.port:
+            hint = f"this DataDist itself listens at {mine}: stop_listening() first"
+        return TransportError(f"cannot listen on {address}: {why.strerror or why}", transport="tcp", hint=hint)
+
+    def stop_listening(self) -> None:
+        """Listen no more, for links and for proofs of the same host."""
+        self._reception.stop()
+        self._host_door.close()
+        if self.listen_address is not None:
+            self._listens_at(None)
+
+    def _listens_at(self, address: Address | None) -> None:
+        self.listen_address = address
+        self.own.listen = () if address is None else (str(address),)
+        self.links.tell_changes()
+
+    def switch_role(self, role: Role) -> None:
+        """Take another role, and tell the linked peers."""
+        if role is not self.role:
+            self.role = self.own.role = role
+            self.links.tell_changes()
+
+    # The root task. -----------------------------------------------------------------------------------------
 
     async def _run(self, entered: asyncio.Future[None]) -> None:
         """Hold the task group of this DataDist. Being cancelled is an abort."""
@@ -337,9 +374,7 @@ class Center:
 
     def _nudge(self) -> None:
         """Look again whether all is quiet; called after each batch of completions while closing."""
-        for waiter in self._waiting:
-            if not waiter.done():
-                waiter.set_result(None)
+        self._waiting.wake()
         if self._finish_when_quiet and self.state is State.CLOSING and self.node.quiet():
             self._finish()
 
@@ -348,12 +383,7 @@ class Center:
         self._watch.add_listener(self._nudge)
         self._schedule_recheck()
         while self.state is State.CLOSING and not reached():
-            waiter = self.runtime.future()
-            self._waiting.append(waiter)
-            try:
-                await waiter
-            finally:
-                self._waiting.remove(waiter)
+            await self._waiting.changed()
 
     def _schedule_recheck(self) -> None:
         # Completions nudge; this is for the end of a peer that the ring does not report.

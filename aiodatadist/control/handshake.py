@@ -24,6 +24,7 @@ says goodbye, and a side that gives up before that leaves nothing to wait for.
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -42,6 +43,7 @@ from ..errors import (
 from ..types import LinkPath, Role
 from . import wire
 from .clusterproof import KeyProof, SessionKey
+from .filelimit import OUT_OF_FILES, file_limit_error
 from .hostproof import ELSEWHERE, HostDoor, HostPeer, HostRefused, allow_ptracer, prove_same_host
 
 if TYPE_CHECKING:
@@ -94,7 +96,9 @@ class Own:
     secret : _core.Secret
         For the peer's process_vm probe.
     listen : tuple of str
-        Set once it listens.
+        Where it listens; empty while it does not.
+    changes : int
+        How often role or listening have changed.
     """
 
     cluster_id: int
@@ -105,6 +109,7 @@ class Own:
     unusable: Mapping[str, str]
     secret: _core.Secret
     listen: tuple[str, ...] = ()
+    changes: int = 0
 
     def fields(self, notify_credits: int) -> dict[str, Any]:
         """Return the fields of an `Identity` message."""
@@ -673,12 +678,13 @@ class Handshaker:
             session.engine = streams.pop(0, None)
             session.data = [streams[number] for number in sorted(streams)]
         if failures:
-            why = failures[0].strerror or failures[0]
+            why = failures[0]
+            if why.errno in OUT_OF_FILES:
+                raise file_limit_error(os.strerror(why.errno), session.peer.cluster_id) from why
             raise LinkError(
-                f"cannot open engine and data connections to {address}: {why}",
+                f"cannot open engine and data connections to {address}: {why.strerror or why}",
                 peer=session.peer.cluster_id,
-                hint="raise the limit of open files if it says so (ulimit -n)",
-            ) from failures[0]
+            ) from why
 
     # The listening side.
 

@@ -272,7 +272,9 @@ class HostDoor:
         self._listener: HostListener | None = None
 
     def open(self) -> None:
-        """Start listening, under a random name. Raises OSError."""
+        """Listen, under a random name. Raises OSError."""
+        if self._listener is not None:
+            return
         name = b"aiodatadist-" + secrets.token_hex(16).encode()
         self._listener = self._runtime.listen_host(name, self._on_channel)
 
@@ -296,9 +298,10 @@ class HostDoor:
         self._awaited.pop(shown, None)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening. May be opened again."""
         if self._listener is not None:
             self._listener.close()
+            self._listener = None
         self._awaited.clear()
 
     def _on_channel(self, channel: HostChannel) -> None:

@@ -14,27 +14,34 @@ is told to look again, because its own link exists.
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 from typing import TYPE_CHECKING, Final
 
 from .. import _core
 from .._loop import Deadline, Runtime, Stream, Tasks
+from .._race import race
 from ..errors import (
     ArgumentError,
     ClosedError,
     DataDistError,
+    HandshakeError,
     InternalError,
     LinkError,
     LinkTimeout,
     NotLinkedError,
     PeerLostError,
+    ProtocolError,
     Status,
 )
 from ..observe import Counters, get_logger
 from ..types import Address, ClusterInfo, Event, LinkPath, LinkState, LinkStateChanged
 from . import wire
-from .handshake import Channel, Crossed, Handshaker, Own, Refusal, Session
+from .filelimit import OUT_OF_FILES, file_limit_error, files_are_short
+from .handshake import SHORT_CONNECTIONS, Channel, Crossed, Handshaker, Own, Refusal, Session
 from .links import Link, copy_error
+from .relink import STEADY, Relink
+from .waiting import Waiting
 
 if TYPE_CHECKING:
     import asyncio
@@ -54,6 +61,10 @@ _PING_SECONDS: Final = 1.0
 _REFUSAL_SECONDS: Final = 1.0
 _RETRY_FIRST: Final = 0.02
 _RETRY_MOST: Final = 0.5
+_SILENT_SECONDS: Final = 1.0
+"""Without an answer to Hello for so long, other addresses are tried, and the peer's own connection is let in."""
+_FILES_BESIDE_DATA: Final = 6
+"""Control, engine and unix connection, pidfd twice, and what a handshake opens for a moment."""
 _UNLIMITED_HANDSHAKE: Final = 60.0
 _MAX_INCOMING: Final = 1024
 
@@ -61,31 +72,44 @@ _MAX_INCOMING: Final = 1024
 class _Attempt:
     """Our attempt to link a peer; everybody who wants the link waits for the same one."""
 
-    def __init__(self, info: ClusterInfo, runtime: Runtime) -> None:
+    def __init__(self, info: ClusterInfo, runtime: Runtime, *, background: bool) -> None:
         self.info = info
+        self.background = background
         self.joined = 0
         self.stage = "starting"
+        self.failures: list[tuple[Address, Exception]] = []
         self.session: Session | None = None
         self.linking: Link | None = None
         self.link: Link | None = None
         self.error: DataDistError | None = None
         self.over = runtime.event()
+        self.greeted_at = math.inf
         self._limit: Deadline | None = None
         self._dial: Deadline | None = None
         self._given_up = False
 
     def where(self) -> str:
-        """Return what the attempt waits for."""
+        """Return what the attempt waits for, and what has failed before."""
+        stage = self.stage
         if self.linking is not None:
-            return self.linking._stage
-        if self.session is not None:
-            return self.session.stage
-        return self.stage
+            stage = self.linking._stage
+        elif self.session is not None:
+            stage = self.session.stage
+        said = self.said()
+        return f"{stage} ({said})" if said else stage
+
+    def said(self) -> str:
+        """Return which addresses have failed, and why."""
+        return "; ".join(f"{address}: {_words(why)}" for address, why in self.failures)
 
     @property
     def greeted(self) -> bool:
         """Whether a Hello of ours is with the peer."""
         return self.session is not None
+
+    def silent(self, now: float) -> bool:
+        """Whether whoever has that Hello should have answered by now."""
+        return self.session is not None and self.session.theirs is None and now - self.greeted_at > _SILENT_SECONDS
 
     def enter(self, limit: Deadline) -> None:
         self._limit = limit
@@ -138,25 +162,18 @@ class _Slot:
         self.link: Link | None = None
         self.attempt: _Attempt | None = None
         self.incoming: _Incoming | None = None
-        self._runtime = runtime
-        self._waiting: list[asyncio.Future[None]] = []
+        self.relink: Relink | None = None
+        self.linked_at = 0.0
+        self.waiting = Waiting(runtime)
 
-    async def changed(self) -> None:
-        """Wait until something in here is another."""
-        waiter = self._runtime.future()
-        self._waiting.append(waiter)
-        try:
-            await waiter
-        finally:
-            self._waiting.remove(waiter)
+    def lost(self, relink: Relink) -> bool:
+        """Whether there is no link, and this is still the wish to have one."""
+        return self.link is None and self.relink is relink
 
-    def pulse(self) -> None:
-        """Wake whoever waits for a change."""
-        if self._runtime.closed:
-            return
-        for waiter in self._waiting:
-            if not waiter.done():
-                waiter.set_result(None)
+    @property
+    def relink_attempt(self) -> int:
+        """Which attempt to link again is under way; 0 if there is none."""
+        return self.relink.attempt if self.relink is not None else 0
 
 
 class SelfLink(Link):
@@ -173,6 +190,10 @@ class SelfLink(Link):
         self.error = None
         self.notify_max_bytes = 0
         self._counters = Counters()
+        self._own = own
+
+    def _tell_changes(self) -> None:
+        self.role, self.peer_listens_at = self._own.role, self._own.listen
 
     def post_notification(self, payload: bytes) -> asyncio.Future[None]:
         """Refuse: there is no peer."""
@@ -226,6 +247,7 @@ class LinkManager:
         self._operations = operations
         self._tasks = tasks
         self._slots: dict[int, _Slot] = {}
+        self._handshakes = 0
         self._incoming = 0
         self._closing = False
 
@@ -277,6 +299,7 @@ class LinkManager:
         slot = self._slot(link.cluster_id)
         if link.state is LinkState.READY:
             previous, slot.link = slot.link, link
+            slot.linked_at = self.runtime.now()
             self.ready[link.cluster_id] = link
             if slot.incoming is not None and slot.incoming.link is link:
                 slot.incoming = None
@@ -290,32 +313,65 @@ class LinkManager:
         if slot.link is None or slot.link is link:
             slot.state = link.state
         reason = str(link.error) if link.error is not None else ""
-        self.publish(LinkStateChanged(link.cluster_id, old, link.state, link.epoch, reason))
-        slot.pulse()
+        self.publish(LinkStateChanged(link.cluster_id, old, link.state, link.epoch, reason, slot.relink_attempt))
+        slot.waiting.wake()
 
     def link_over(self, link: Link) -> None:
         """Take note that nothing but the native peer is left of the link."""
         slot = self._slot(link.cluster_id)
         if slot.link is link:
             slot.link = None
+            if link.state is LinkState.CLOSED:
+                slot.relink = None  # it was meant to end
         if slot.incoming is not None and slot.incoming.link is link:
             slot.incoming = None
         _log.info("link ended", cluster_id=link.cluster_id, epoch=link.epoch, reason=str(link.error))
-        slot.pulse()
+        slot.waiting.wake()
 
-    def _make_link(self, slot: _Slot, session: Session) -> Link:
-        """Turn a finished handshake into a link that runs."""
+    def _make_link(self, slot: _Slot, session: Session, changes: int) -> Link:
+        """Turn a finished handshake into a link that runs. `changes` are those that it has told the peer of."""
         slot.epoch += 1
-        link = Link(self, session, slot.epoch, slot.counters)
-        self.publish(LinkStateChanged(slot.cluster_id, slot.state, LinkState.LINKING, slot.epoch))
+        link = Link(self, session, slot.epoch, slot.counters, changes)
+        if slot.state is not LinkState.LINKING:
+            self.publish(LinkStateChanged(slot.cluster_id, slot.state, LinkState.LINKING, slot.epoch))
         return link
+
+    def tell_changes(self) -> None:
+        """Tell all peers that this side has another role, or listens elsewhere."""
+        self.own.changes += 1
+        for slot in self._slots.values():
+            if slot.link is not None:
+                slot.link._tell_changes()
+
+    def _files_needed(self) -> int:
+        """Return how many files the handshakes under way may still open, with one more."""
+        config = self.own.config
+        data = config.tcp_connections + SHORT_CONNECTIONS if "tcp" in self.own.usable else 0
+        return (self._handshakes + 1) * (_FILES_BESIDE_DATA + data)
+
+    @contextlib.contextmanager
+    def _handshaking(self) -> Iterator[None]:
+        self._handshakes += 1
+        try:
+            yield
+        finally:
+            self._handshakes -= 1
 
     # Linking. -----------------------------------------------------------------------------------------------
 
-    def link(self, info: ClusterInfo, timeout: float | None) -> Transfer[Link]:
+    def link(self, info: ClusterInfo, timeout: float | None, auto_relink: bool | None) -> Transfer[Link]:
         """Link a peer; see `DataDist.link`."""
         with self._using(info.cluster_id) as slot:
+            if auto_relink and not info.addresses and info.cluster_id != self.own.cluster_id:
+                raise ArgumentError(
+                    f"auto_relink=True, and no address of cluster {info.cluster_id} is given",
+                    hint="give ClusterInfo the address to link again",
+                )
+            if auto_relink is False:
+                self._end_relink(slot)
             if slot.link is not None and slot.link.state is LinkState.READY:
+                if auto_relink:
+                    self._keep_linked(slot, info)
                 return self._operations.done(slot.link)
             if not info.addresses:
                 if info.cluster_id == self.own.cluster_id:
@@ -327,7 +383,10 @@ class LinkManager:
 
         async def join(running: Running) -> Link:
             with self._using(info.cluster_id) as slot:
-                return await self._join(slot, info, running)
+                link = await self._join(slot, info, running)
+                if auto_relink and link.state is not LinkState.CLOSED:
+                    self._keep_linked(slot, info)
+                return link
 
         return self._operations.start("link", info.cluster_id, timeout, join)
 
@@ -339,14 +398,21 @@ class LinkManager:
             slot.state = LinkState.READY
         return slot.link
 
-    async def _join(self, slot: _Slot, info: ClusterInfo, running: Running) -> Link:
+    async def _join(self, slot: _Slot, info: ClusterInfo, running: Running | None) -> Link:
+        """Wait for the attempt that is under way, or begin one. Without a caller it is one in the background."""
         attempt = slot.attempt
+        if attempt is not None and attempt.background and set(info.addresses) - set(attempt.info.addresses):
+            # The caller knows better where the peer is.
+            attempt.give_up(LinkError("an attempt to link another address was made", peer=slot.cluster_id))
+            attempt = None
         if attempt is None:
             if slot.link is not None and slot.link.state is LinkState.READY:
                 return slot.link
-            attempt = slot.attempt = _Attempt(info, self.runtime)
+            attempt = slot.attempt = _Attempt(info, self.runtime, background=running is None)
             self._tasks.start(self._attempt, slot, attempt, name=f"aiodatadist-attempt-{slot.cluster_id}")
-        running.state = attempt.where
+        if running is not None:
+            running.state = attempt.where
+            attempt.background = False
         attempt.joined += 1
         try:
             await attempt.over.wait()
@@ -364,7 +430,7 @@ class LinkManager:
     def _attempt_over(self, slot: _Slot, attempt: _Attempt) -> None:
         if slot.attempt is attempt:
             slot.attempt = None
-            slot.pulse()
+            slot.waiting.wake()
 
     async def _attempt(self, slot: _Slot, attempt: _Attempt) -> None:
         with self._using(slot.cluster_id):
@@ -396,39 +462,85 @@ class LinkManager:
                 if slot.link.state is LinkState.READY:
                     return slot.link
                 attempt.stage = "waiting for the old link to end"
-                await slot.changed()
+                await slot.waiting.changed()
                 continue
             if slot.incoming is not None:
                 attempt.stage = "waiting for the connection that the peer has made"
-                await slot.changed()
+                await slot.waiting.changed()
                 continue
+            if short := files_are_short(self._files_needed()):
+                raise file_limit_error(short, slot.cluster_id)
             try:
-                with Deadline(None) as dial:
+                with Deadline(None) as dial, self._handshaking():
                     attempt.enter_dial(dial)
                     return await self._dial(slot, attempt)
             except Crossed:
                 attempt.stage = "waiting for the peer, which links at the same time"
                 with Deadline(pause):
-                    await slot.changed()
+                    await slot.waiting.changed()
                 pause = min(2 * pause, _RETRY_MOST)
             finally:
                 attempt.enter_dial(None)
                 attempt.session = attempt.linking = None
 
     async def _dial(self, slot: _Slot, attempt: _Attempt) -> Link:
+        """Link the peer at the first of its addresses where it is found."""
         if not attempt.info.addresses:
             raise LinkError("the peer gave its connection up, and its address is not known")
-        stream = await self._connect(attempt)
+        left = list(dict.fromkeys(attempt.info.addresses))
+        silent: set[Address] = set()
+        attempt.failures = []
+        while True:
+            address, stream = await self._connect(attempt, left)
+            left.remove(address)
+            # The last one may take its time, and so may one that nobody answered for at the first time.
+            patience = _SILENT_SECONDS if left and address not in silent else None
+            try:
+                link = await self._greet(slot, attempt, stream, patience)
+            except (HandshakeError, ProtocolError, PeerLostError) as why:
+                if attempt.session is not None and attempt.session.theirs is not None:
+                    raise  # the peer was found
+                # It was somebody else, or nobody.
+                if not left and not attempt.failures:
+                    raise
+                attempt.failures.append((address, why))
+                if not left:
+                    raise self._unreachable(attempt) from why
+            else:
+                if link is not None:
+                    return link
+                silent.add(address)
+                left.append(address)
+            attempt.session = None
+
+    async def _greet(self, slot: _Slot, attempt: _Attempt, stream: Stream, patience: float | None) -> Link | None:
+        """Link over a connection; None if there was no answer to Hello for `patience` seconds."""
         session = Session(Channel(stream, slot.cluster_id), granted=self._granted(slot.cluster_id), dialed=True)
         attempt.session = session
+        attempt.greeted_at = self.runtime.now()
+        changes = self.own.changes
+        link: Link | None = None
         try:
-            if not await self._handshaker.connect(session, slot.cluster_id):
+            with Deadline(None) as limit:
+
+                def check() -> None:
+                    if session.theirs is None:
+                        limit.cancel()
+
+                timer = None if patience is None else self.runtime.call_later(patience, check)
+                try:
+                    if not await self._handshaker.connect(session, slot.cluster_id):
+                        session.close()
+                        return self._link_self(slot)
+                finally:
+                    if timer is not None:
+                        timer.cancel()
+                link = self._make_link(slot, session, changes)
+        finally:
+            if link is None:
                 session.close()
-                return self._link_self(slot)
-            link = self._make_link(slot, session)
-        except BaseException:
-            session.close()
-            raise
+        if link is None:
+            return None
         attempt.linking = link
         self._tasks.start(link._run, name=f"aiodatadist-link-{slot.cluster_id}")
         try:
@@ -438,20 +550,79 @@ class LinkManager:
                 link._end(LinkError("linking was given up", peer=slot.cluster_id), LinkState.CLOSED)
         return link
 
-    async def _connect(self, attempt: _Attempt) -> Stream:
-        failures: list[tuple[Address, OSError]] = []
-        for address in attempt.info.addresses:
-            attempt.stage = f"connecting to {address}"
-            try:
-                return await self.runtime.connect(address)
-            except OSError as why:
-                failures.append((address, why))
-        said = "; ".join(f"{address}: {why.strerror or why}" for address, why in failures)
-        raise LinkError(
-            f"cannot connect to {said}",
+    async def _connect(self, attempt: _Attempt, left: list[Address]) -> tuple[Address, Stream]:
+        """Connect to one of the addresses that are left. Those that fail go from there to the failures."""
+        attempt.stage = f"connecting to {' or '.join(map(str, left))}"
+        unreachable: list[tuple[Address, OSError]] = []
+        won = await race(left, self.runtime.connect, unreachable)
+        attempt.failures += unreachable
+        for address, _ in unreachable:
+            left.remove(address)
+        if won is not None:
+            return won
+        for _, why in unreachable:
+            if why.errno in OUT_OF_FILES:
+                raise file_limit_error(_words(why), attempt.info.cluster_id) from why
+        raise self._unreachable(attempt) from attempt.failures[0][1]
+
+    def _unreachable(self, attempt: _Attempt) -> LinkError:
+        return LinkError(
+            f"cannot connect to {attempt.said()}",
             peer=attempt.info.cluster_id,
             hint="check that the peer is open and listens there",
-        ) from failures[0][1]
+        )
+
+    # Linking again. -----------------------------------------------------------------------------------------
+
+    def _keep_linked(self, slot: _Slot, info: ClusterInfo) -> None:
+        """Link the peer again whenever it is lost from now on."""
+        if info.cluster_id == self.own.cluster_id:
+            return
+        if slot.relink is not None:
+            slot.relink.info = info
+            return
+        slot.relink = Relink(info)
+        self._tasks.start(self._relink, slot, slot.relink, name=f"aiodatadist-relink-{slot.cluster_id}")
+
+    def _end_relink(self, slot: _Slot) -> None:
+        """Stop linking the peer again."""
+        if slot.relink is not None:
+            slot.relink = None
+            if slot.attempt is not None and slot.attempt.background:
+                slot.attempt.give_up(LinkError("linking again was given up", peer=slot.cluster_id))
+            slot.waiting.wake()
+
+    async def _relink(self, slot: _Slot, relink: Relink) -> None:
+        """Hold a link: whenever it is lost, link again until it is there."""
+        most = self.own.config.link_timeout or _UNLIMITED_HANDSHAKE
+        while slot.relink is relink:
+            if not slot.lost(relink):
+                relink.attempt = 0
+                await slot.waiting.changed()
+                continue
+            if not relink.attempt and self.runtime.now() - slot.linked_at >= STEADY:
+                relink.backoff.reset()
+            with Deadline(relink.backoff.pause()):
+                while slot.lost(relink):
+                    await slot.waiting.changed()
+            if slot.lost(relink):
+                relink.attempt += 1
+                await self._try_again(slot, relink, most)
+
+    async def _try_again(self, slot: _Slot, relink: Relink, most: float) -> None:
+        old, slot.state = slot.state, LinkState.LINKING
+        self.publish(LinkStateChanged(slot.cluster_id, old, slot.state, slot.epoch, "", relink.attempt))
+        reason = f"the peer was not linked within {most:g} s"
+        try:
+            with Deadline(most):
+                await self._join(slot, relink.info, None)
+        except DataDistError as why:
+            reason = str(why)
+        if slot.state is LinkState.LINKING and slot.link is None:
+            slot.state = LinkState.BROKEN if slot.relink is relink else LinkState.CLOSED
+            self.publish(
+                LinkStateChanged(slot.cluster_id, LinkState.LINKING, slot.state, slot.epoch, reason, relink.attempt)
+            )
 
     # Being linked. ------------------------------------------------------------------------------------------
 
@@ -494,6 +665,8 @@ class LinkManager:
             raise Refusal(wire.RefusalKind.CLOSING, f"cluster {own.cluster_id} is closing")
         if self._incoming >= _MAX_INCOMING:
             raise Refusal(wire.RefusalKind.BUSY, "too many handshakes at once", Status.LINK_BUSY)
+        if short := files_are_short(self._files_needed()):
+            raise Refusal(wire.RefusalKind.BUSY, f"too many open files there: {short}", Status.LINK_BUSY)
         if hello.target != own.cluster_id:
             raise Refusal(
                 wire.RefusalKind.IDENTITY,
@@ -509,23 +682,24 @@ class LinkManager:
         own = self.own
         session = Session(channel, granted=self._granted(hello.cluster_id))
         most = own.config.link_timeout or _UNLIMITED_HANDSHAKE
+        changes = own.changes
         link: Link | None = None
         self._incoming += 1
-        with Deadline(most) as scope:
+        with Deadline(most) as scope, self._handshaking():
             incoming = _Incoming(hello.incarnation, scope)
             try:
                 self._check_crossed(slot, incoming)
                 slot.incoming = incoming
                 await self._check_old(slot, incoming)
                 await self._handshaker.accept(session, hello)
-                link = incoming.link = self._make_link(slot, session)
+                link = incoming.link = self._make_link(slot, session, changes)
             finally:
                 self._incoming -= 1
                 if link is None:
                     session.drop_connections()
                     if slot.incoming is incoming:
                         slot.incoming = None
-                        slot.pulse()
+                        slot.waiting.wake()
         if link is None:
             _log.info("an incoming link came to nothing", cluster_id=slot.cluster_id, stage=session.stage)
             return
@@ -551,7 +725,8 @@ class LinkManager:
     def _check_crossed(self, slot: _Slot, incoming: _Incoming) -> None:
         """Decide between this handshake and others with the same peer that are under way."""
         attempt, other = slot.attempt, slot.incoming
-        if attempt is not None and attempt.greeted and self.own.cluster_id < slot.cluster_id:
+        ours_counts = attempt is not None and attempt.greeted and not attempt.silent(self.runtime.now())
+        if ours_counts and self.own.cluster_id < slot.cluster_id:
             raise Refusal(wire.RefusalKind.CROSSED, "both sides link each other at once")
         if other is not None:
             if other.incarnation != incoming.incarnation:
@@ -594,6 +769,7 @@ class LinkManager:
         if slot is None:
             return self._operations.done(None)
         error = LinkError("the peer was unlinked", peer=cluster_id, hint="link it again")
+        self._end_relink(slot)
         if slot.attempt is not None:
             slot.attempt.give_up(error)
         if slot.incoming is not None:
@@ -658,6 +834,7 @@ class LinkManager:
         self._closing = True
         error = ClosedError("the DataDist is closing")
         for slot in tuple(self._slots.values()):
+            self._end_relink(slot)
             if slot.attempt is not None:
                 slot.attempt.give_up(error)
             if slot.incoming is not None:
@@ -686,6 +863,10 @@ class LinkManager:
                 self._unlink_self(slot, slot.link)
             elif slot.link is not None:
                 slot.link._end(ClosedError("the DataDist is closed"), LinkState.CLOSED)
+
+
+def _words(why: Exception) -> str:
+    return str((isinstance(why, OSError) and why.strerror) or (isinstance(why, DataDistError) and why.message) or why)
 
 
 def _end_unready(link: Link, seconds: float) -> None:

@@ -28,11 +28,12 @@ from ..errors import (
     ProtocolError,
 )
 from ..observe import Counters, get_logger
-from ..types import CacheAnnounced, CacheGone, Event, LinkPath, LinkState, Notification, Role
+from ..types import CacheAnnounced, CacheGone, Event, LinkPath, LinkState, Notification, PeerChanged, Role
 from . import wire
 from .handshake import refusal_error
 from .peers import NativePeer, NativePeers
 from .table import Delta, LocalRecord, LocalTable, RemoteEntry, RemoteKey, RemoteTable, wire_geometry
+from .waiting import Waiting
 
 if TYPE_CHECKING:
     import asyncio
@@ -93,9 +94,9 @@ class Link:
     path : LinkPath
         Which transport the link uses, and why no other.
     role : Role or None
-        What the peer says it is for; None if this version does not know it.
+        What the peer says it is for; None if this version does not know it. Follows its `switch_role`.
     peer_listens_at : tuple of str
-        Addresses that the peer names.
+        Addresses that the peer names; empty while it does not listen.
     table : dict
         The peer's caches by key. Empty when the link has ended.
     error : DataDistError or None
@@ -104,16 +105,13 @@ class Link:
         Largest notification that the peer accepts.
     """
 
-    def __init__(self, owner: LinkOwner, session: Session, epoch: int, counters: Counters) -> None:
+    def __init__(self, owner: LinkOwner, session: Session, epoch: int, counters: Counters, changes: int) -> None:
         peer = session.peer
         self.cluster_id = peer.cluster_id
         self.state = LinkState.LINKING
         self.epoch = epoch
         self.path: LinkPath = session.path(owner.own)
-        try:
-            self.role: Role | None = Role(peer.role)
-        except ValueError:
-            self.role = None
+        self.role = _role(peer.role)
         self.peer_listens_at = tuple(peer.listen)
         self.error: DataDistError | None = None
         # The peer's own numbers need not fit each other.
@@ -128,8 +126,9 @@ class Link:
         self._tasks: Tasks | None = None
         self._wake = owner.runtime.event()
         self._wake.set()
-        self._waiting: list[asyncio.Future[None]] = []
+        self._waiting = Waiting(owner.runtime)
         self._unlinking = False
+        self._changes_told = changes
         self._attached = session.peer_attached
         self._table_told = False
         self._table_known = False
@@ -222,7 +221,7 @@ class Link:
         notifications, self._notifications = self._notifications, deque()
         for _, told in notifications:
             _fail(told, error)
-        self._wake_waiting()
+        self._waiting.wake()
         for entry in gone:
             self._owner.publish(CacheGone(self.cluster_id, entry.cache_id))
         self._owner.link_over(self)
@@ -235,31 +234,17 @@ class Link:
     def _peer_lost(self, error: DataDistError, orderly: bool) -> None:
         self._end(error, LinkState.CLOSED if orderly else LinkState.BROKEN)
 
-    async def _wait(self) -> None:
-        """Wait until the link is ready, has ended, or its end was acknowledged."""
-        waiter = self._runtime.future()
-        self._waiting.append(waiter)
-        try:
-            await waiter
-        finally:
-            self._waiting.remove(waiter)
-
-    def _wake_waiting(self) -> None:
-        for waiter in self._waiting:
-            if not waiter.done():
-                waiter.set_result(None)
-
     async def _until_ready(self) -> None:
         """Wait until the link is ready. Raises why it is not, if it ended instead."""
         while self.state is LinkState.LINKING:
-            await self._wait()
+            await self._waiting.changed()
         if self.error is not None:
             raise copy_error(self.error)
 
     async def _until_over(self) -> None:
         """Wait until the link has ended."""
         while self.error is None:
-            await self._wait()
+            await self._waiting.changed()
 
     def _check_ready(self) -> None:
         if self.state is LinkState.LINKING and self._table_known and self._peer_ready:
@@ -267,7 +252,7 @@ class Link:
             unread = self._owner.inbox.unread(self.cluster_id)
             self._owed = max(0, self._owner.own.config.notify_credits - self._granted - unread)
             self._change(LinkState.READY)
-            self._wake_waiting()
+            self._waiting.wake()
             self._wake.set()
 
     async def _answers(self) -> bool:
@@ -340,6 +325,8 @@ class Link:
                 self._wake.set()
             case wire.CacheAnnounce():
                 self._on_announce(message)
+            case wire.Changed() if self._peer_ready:
+                self._on_changed(message)
             case wire.CacheWithdraw():
                 entry = self._remote.withdraw(message)
                 self._owner.publish(CacheGone(self.cluster_id, entry.cache_id))
@@ -379,6 +366,12 @@ class Link:
                 error=str(entry.error),
             )
         self._owner.publish(CacheAnnounced(self.cluster_id, entry.cache_id, entry.key, entry.geometry))
+
+    def _on_changed(self, message: wire.Changed) -> None:
+        role, listens_at = _role(message.role), tuple(message.listen)
+        if (role, listens_at) != (self.role, self.peer_listens_at):
+            self.role, self.peer_listens_at = role, listens_at
+            self._owner.publish(PeerChanged(self.cluster_id, role, listens_at))
 
     def _on_notify(self, message: wire.Notify) -> None:
         if self._granted <= 0:
@@ -426,6 +419,11 @@ class Link:
             return True
         if self.state is not LinkState.READY:
             return False
+        own = self._owner.own
+        if self._changes_told != own.changes:
+            self._changes_told = own.changes
+            self._channel.send(wire.Changed(role=int(own.role), listen=list(own.listen)))
+            return True
         if self._owed >= max(1, self._owner.own.config.notify_credits // 2):
             owed, self._owed = self._owed, 0
             self._granted += owed
@@ -509,6 +507,10 @@ class Link:
             )
         )
 
+    def _tell_changes(self) -> None:
+        """Tell the peer of another role or address, when there is room."""
+        self._wake.set()
+
     # Notifications. -----------------------------------------------------------------------------------------
 
     def post_notification(self, payload: bytes) -> asyncio.Future[None]:
@@ -557,6 +559,13 @@ class Link:
         """Give a credit back: a notification of this peer was read."""
         self._owed += 1
         self._wake.set()
+
+
+def _role(number: int) -> Role | None:
+    try:
+        return Role(number)
+    except ValueError:
+        return None
 
 
 def _fail(waiter: asyncio.Future[None], error: DataDistError) -> None:

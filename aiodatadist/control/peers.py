@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from .. import _core
 from ..errors import DataDistError, NativeStatus, PeerLostError, Status, error_from_native
 from ..types import TransferEnded
+from .waiting import Waiting
 
 if TYPE_CHECKING:
     import asyncio
@@ -55,7 +56,7 @@ class NativePeer:
         self._disconnected = False
         self._pings: dict[int, asyncio.Future[bool]] = {}
         self._fences: dict[int, asyncio.Future[int]] = {}
-        self._quiet_waiters: list[asyncio.Future[None]] = []
+        self._waiting = Waiting(runtime)
         # The loop receives the answers of short tcp requests itself: a hop to another thread costs more than they do.
         self._short = runtime.watch(fd, self._on_short) if (fd := native.loop_fd()) >= 0 else None
 
@@ -114,14 +115,8 @@ class NativePeer:
 
     async def wait_quiet(self) -> None:
         """Wait until the peer can touch local memory no more."""
-        if not self.quiet:
-            waiter = self._runtime.future()
-            self._quiet_waiters.append(waiter)
-            try:
-                await waiter
-            finally:
-                if waiter in self._quiet_waiters:
-                    self._quiet_waiters.remove(waiter)
+        while not self.quiet:
+            await self._waiting.changed()
 
     # What the engine reports.
 
@@ -148,9 +143,7 @@ class NativePeer:
         for fence in self._fences.values():
             if not fence.done():
                 fence.set_result(NativeStatus.OK)
-        for waiter in self._quiet_waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        self._waiting.wake()
 
     def _pong_event(self, token: int) -> None:
         waiter = self._pings.get(token)

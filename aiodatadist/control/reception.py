@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
 from .._loop import Deadline
-from ..errors import ProtocolError
+from ..errors import ClosedError, ProtocolError
 from ..observe import get_logger
 from . import wire
 
@@ -56,16 +56,36 @@ class Reception:
         self._on_control = on_control
         self._unknown: dict[Stream, None] = {}
         self._listener: StreamListener | None = None
+        self._closed = False
 
     async def listen(self, address: Address) -> Address:
-        """Start listening and return the address with its port. Raises OSError."""
-        self._listener = await self._runtime.listen(address, self._on_stream)
-        return self._listener.address
+        """Start listening, and stop where it did before; return the address with its port.
 
-    def close(self) -> None:
-        """Stop listening and close what has not said what it is."""
+        Nothing changes if it listens there already, or if it fails with an OSError.
+        """
+        while True:
+            current = self._listener
+            listener = await self._runtime.listen(address, self._on_stream, current)
+            if listener is not current or current is self._listener:
+                break  # else another call has taken it away meanwhile
+        if self._closed:
+            listener.close()
+            raise ClosedError("the DataDist was closed meanwhile")
+        if listener is not self._listener:
+            self.stop()
+            self._listener = listener
+        return listener.address
+
+    def stop(self) -> None:
+        """Stop listening. What has come in stays."""
         if self._listener is not None:
             self._listener.close()
+            self._listener = None
+
+    def close(self) -> None:
+        """Stop listening for good, and close what has not said what it is."""
+        self._closed = True
+        self.stop()
         for stream in tuple(self._unknown):
             stream.close()
 

@@ -33,6 +33,7 @@ __all__ = [
     "CacheAnnounce",
     "CacheWithdraw",
     "Challenge",
+    "Changed",
     "ConnectionKind",
     "ExportedKey",
     "FrameReader",
@@ -455,6 +456,21 @@ class Proof(Message, frozen=True, kw_only=True, tag=21):
     mac: _Mac
 
 
+class Changed(Message, frozen=True, kw_only=True, tag=15):
+    """The sender has another role, or listens elsewhere, than it said before.
+
+    Parameters
+    ----------
+    role : int
+        A `Role`.
+    listen : list of str
+        As in `Identity`.
+    """
+
+    role: _U16
+    listen: Annotated[list[_Host], msgspec.Meta(max_length=32)]
+
+
 AnyMessage = (
     Hello
     | HelloReply
@@ -472,6 +488,7 @@ AnyMessage = (
     | NotifyCredit
     | Challenge
     | Proof
+    | Changed
 )
 
 _encoder: Final = msgspec.msgpack.Encoder()
