@@ -34,6 +34,8 @@
     │   └── RegistrationError       memory could not be registered
     ├── MemoryStillExposed          a closing ended while peers may still touch memory
     ├── OutOfMemoryError            a pool or the system has no memory left
+    ├── ExtraMissing                a package of one of our extras is not installed  (also ImportError)
+    ├── ModelError                  a model's file cannot be fetched, read or run
     └── InternalError               a fault of this library
 
 Every error carries `status` (the LLM-DataDist code), `peer` (a cluster id), `transport`, and `hint`: the fix.
@@ -58,6 +60,7 @@ __all__ = [
     "ClosedError",
     "ConfigError",
     "DataDistError",
+    "ExtraMissing",
     "FileLimitError",
     "ForkedError",
     "HandshakeError",
@@ -66,6 +69,7 @@ __all__ = [
     "LinkRefusedError",
     "LinkTimeout",
     "MemoryStillExposed",
+    "ModelError",
     "NativeStatus",
     "NotLinkedError",
     "OutOfMemoryError",
@@ -525,6 +529,51 @@ class OutOfMemoryError(DataDistError):
     """
 
     default_status = Status.OUT_OF_MEMORY
+
+
+class ExtraMissing(DataDistError, ImportError):
+    """Something needs packages that a plain install leaves out.
+
+    Parameters
+    ----------
+    message : str, optional
+        Made from `extra` and `packages` when empty.
+    extra : str
+        Name of the extra, such as ``"demo"``.
+    packages : tuple of str
+        Those of its packages that are not installed.
+    status, peer, transport, hint
+        As in `DataDistError`; the hint defaults to the pip line that installs the extra.
+    """
+
+    default_status = Status.FEATURE_NOT_ENABLED
+
+    extra: str
+    packages: tuple[str, ...]
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        extra: str = "",
+        packages: tuple[str, ...] = (),
+        status: Status | None = None,
+        peer: int | None = None,
+        transport: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        packages = tuple(packages)
+        if not message:
+            message = f"not installed: {', '.join(packages)}"
+        if hint is None and extra:
+            hint = f"run `pip install 'aiodatadist[{extra}]'`"
+        super().__init__(message, status=status, peer=peer, transport=transport, hint=hint)
+        self.extra = extra
+        self.packages = packages
+
+
+class ModelError(DataDistError):
+    """A model cannot be had: its file cannot be fetched, is damaged, or holds what this version cannot run."""
 
 
 class InternalError(DataDistError):

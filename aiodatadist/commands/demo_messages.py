@@ -15,7 +15,6 @@ __all__ = [
     "BLOCK_SIZE",
     "CONTROLS",
     "DECODE_ID",
-    "NUM_BLOCKS",
     "PREFILL_ID",
     "CacheDigest",
     "DecodeJob",
@@ -23,6 +22,8 @@ __all__ = [
     "Generated",
     "Handoff",
     "Linked",
+    "Load",
+    "Loaded",
     "Measure",
     "Measured",
     "Order",
@@ -42,8 +43,6 @@ DECODE_ID: Final = 2
 
 BLOCK_SIZE: Final = 16
 """Tokens of a block."""
-NUM_BLOCKS: Final = 2048
-"""Blocks of each node's cache: 64 MiB with the model that ships."""
 
 CONTROLS: Final = ("flip-byte", "swap-blocks", "drop-layer", "zero")
 """Ways to damage the transfer on purpose."""
@@ -57,6 +56,27 @@ class Message(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True)
 
 
 # Jobs and orders. -------------------------------------------------------------------------------------------
+
+
+class Load(Message, frozen=True):
+    """Load the model: what every node is told first.
+
+    Attributes
+    ----------
+    model : str
+        One of `aiodatadist.model.MODEL_NAMES`.
+    cache_dir : str or None
+        Folder with what was fetched of the model, if not the usual one.
+    num_blocks : int
+        Blocks of the node's cache.
+    limit : float
+        Seconds after which the node gives up.
+    """
+
+    model: str
+    cache_dir: str | None
+    num_blocks: int
+    limit: float
 
 
 class PrefillJob(Message, frozen=True):
@@ -121,10 +141,27 @@ class Finish(Message, frozen=True):
     """Close and exit."""
 
 
-Order: TypeAlias = PrefillJob | DecodeJob | ReferenceJob | Measure | TellDigest | Finish
+Order: TypeAlias = Load | PrefillJob | DecodeJob | ReferenceJob | Measure | TellDigest | Finish
 
 
 # Reports. ---------------------------------------------------------------------------------------------------
+
+
+class Loaded(Message, frozen=True):
+    """The node has its model and waits for its job.
+
+    Attributes
+    ----------
+    seconds : float
+    layers, width, heads, kv_heads : int
+        The model's shape.
+    """
+
+    seconds: float
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
 
 
 class Prefilled(Message, frozen=True):
@@ -236,7 +273,7 @@ class CacheDigest(Message, frozen=True):
     digest: str
 
 
-Report: TypeAlias = Prefilled | Linked | Pulled | Generated | Measured | CacheDigest
+Report: TypeAlias = Loaded | Prefilled | Linked | Pulled | Generated | Measured | CacheDigest
 
 
 # From node to node. -----------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The demo's child processes: the prefill node, the decode node and the single-process reference.
 
-Started by `demo` as ``python -m aiodatadist.commands.demo_nodes NAME``, with one BLAS thread. Each reads its job from
-stdin, which decides what it is, and reports on stdout; a failure ends the process with a traceback on stderr.
+Started by `demo` as ``python -m aiodatadist.commands.demo_nodes NAME``, with one BLAS thread. Each is told on stdin
+which model to load and then its job, which decides what it is, and reports on stdout; a failure ends the process with a
+traceback on stderr.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import random
 import sys
 import time
+from pathlib import Path
 from typing import Final, TypeAlias
 
 import msgspec
@@ -19,12 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import aiodatadist as adt
-from aiodatadist.model import TENSORS_PER_LAYER, KVCache, Model, block_digests
+from aiodatadist.model import TENSORS_PER_LAYER, KVCache, Model, block_digests, find_model, one_blas_thread
 
 from .demo_messages import (
     BLOCK_SIZE,
     DECODE_ID,
-    NUM_BLOCKS,
     PREFILL_ID,
     CacheDigest,
     DecodeJob,
@@ -33,6 +34,8 @@ from .demo_messages import (
     Generated,
     Handoff,
     Linked,
+    Load,
+    Loaded,
     Measured,
     Message,
     Order,
@@ -44,8 +47,8 @@ from .demo_messages import (
     write,
 )
 
-_LIMIT: Final = 60.0
-"""Seconds after which a node gives up. The demo itself ends earlier; this is for a node whose demo is gone."""
+_START_LIMIT: Final = 60.0
+"""Seconds until a node is told what to load."""
 _STEP: Final = 20.0
 """Seconds for one step that depends on the other node."""
 _WHOLE_ROUNDS: Final = 9
@@ -96,8 +99,8 @@ def _config(transport: str) -> adt.Config:
     return adt.Config(transports=("shm", "tcp") if transport == "shm" else ("tcp",))
 
 
-def _register(dd: adt.DataDist, model: Model, memory: str, key: adt.BlocksCacheKey) -> adt.Cache:
-    shapes = model.kv_shapes(NUM_BLOCKS, BLOCK_SIZE)
+def _register(dd: adt.DataDist, model: Model, num_blocks: int, memory: str, key: adt.BlocksCacheKey) -> adt.Cache:
+    shapes = model.kv_shapes(num_blocks, BLOCK_SIZE)
     if memory == "library":
         return dd.cache_manager.allocate_blocks_cache(adt.CacheDesc(len(shapes), shapes[0], "float32"), key=key)
     return dd.cache_manager.register_blocks_cache([np.empty(shape, np.float32) for shape in shapes], key=key)
@@ -119,18 +122,17 @@ def _cache_digest(kv: KVCache, order: Indices) -> str:
 # Prefill. ---------------------------------------------------------------------------------------------------
 
 
-async def prefill(console: Console, job: PrefillJob) -> None:
+async def prefill(console: Console, model: Model, num_blocks: int, job: PrefillJob) -> None:
     """Fill a cache from the prompt, hand it over to the decode node, and serve it until the demo ends."""
-    model = Model.load()
     rng = np.random.default_rng(job.layout_seed)
     config = _config(job.transport)
     async with adt.DataDist(PREFILL_ID, adt.Role.PREFILL, listen="127.0.0.1:0", config=config) as dd:
-        cache = _register(dd, model, job.memory, PREFILL_CACHE)
+        cache = _register(dd, model, num_blocks, job.memory, PREFILL_CACHE)
         kv: KVCache = cache.tensors
         for tensor in kv:
             # As after earlier requests: no block is empty, and each has a digest of its own.
             tensor.reshape(-1).view(np.uint32)[:] = rng.integers(0, 2**32, tensor.size, dtype=np.uint32)
-        blocks = rng.permutation(NUM_BLOCKS)[: -(-len(job.tokens) // BLOCK_SIZE)].tolist()
+        blocks = rng.permutation(num_blocks)[: -(-len(job.tokens) // BLOCK_SIZE)].tolist()
         events = dd.events()
         began = time.perf_counter()
         # A thread: the event loop of a serving node must not stand still while the model computes.
@@ -156,20 +158,19 @@ async def prefill(console: Console, job: PrefillJob) -> None:
             async for _ in dd.notifications():
                 break  # the decode node has its blocks: from here on a real node may reuse them
         while not isinstance(await console.order(), Finish):
-            digest = await asyncio.to_thread(_cache_digest, kv, np.arange(NUM_BLOCKS))
+            digest = await asyncio.to_thread(_cache_digest, kv, np.arange(num_blocks))
             console.report(CacheDigest(digest))
 
 
 # Decode. ----------------------------------------------------------------------------------------------------
 
 
-async def decode(console: Console, job: DecodeJob) -> None:
+async def decode(console: Console, model: Model, num_blocks: int, job: DecodeJob) -> None:
     """Pull the blocks that the prefill node hands over into others, and go on generating from them."""
-    model = Model.load()
     rng = random.Random(job.layout_seed)
     config = _config(job.transport)
     async with adt.DataDist(DECODE_ID, adt.Role.DECODE, config=config) as dd:
-        cache = _register(dd, model, job.memory, DECODE_CACHE)
+        cache = _register(dd, model, num_blocks, job.memory, DECODE_CACHE)
         kv: KVCache = cache.tensors
         for tensor in kv:
             tensor.fill(np.nan)  # a block that does not arrive shows in every token after it
@@ -186,7 +187,7 @@ async def decode(console: Console, job: DecodeJob) -> None:
         async with asyncio.timeout(_STEP):
             payload = (await anext(aiter(dd.notifications()))).payload
         handoff = msgspec.msgpack.decode(payload, type=Handoff)
-        free = list(set(range(NUM_BLOCKS)) - set(handoff.blocks))
+        free = list(set(range(num_blocks)) - set(handoff.blocks))
         table = rng.sample(free, -(-(handoff.length + job.max_new_tokens) // BLOCK_SIZE))
         blocks = table[: len(handoff.blocks)]
         damage = Damage(job.control, rng, model.config.layers, len(blocks))
@@ -274,8 +275,9 @@ class Damage:
 
 async def _measure(caches: adt.CacheManager, cache: adt.Cache, request: list[int]) -> Measured:
     """Pull the whole cache, several times, and the request's blocks: one first pull tells little of the speed."""
-    rng = np.random.default_rng(NUM_BLOCKS)
-    src, dst = rng.permutation(NUM_BLOCKS), rng.permutation(NUM_BLOCKS)
+    num_blocks = len(cache.tensors[0])
+    rng = np.random.default_rng(num_blocks)
+    src, dst = rng.permutation(num_blocks), rng.permutation(num_blocks)
     for tensor in cache.tensors:
         tensor.fill(np.nan)
     # The first is the warm-up: it meets pages that nobody has touched.
@@ -283,7 +285,7 @@ async def _measure(caches: adt.CacheManager, cache: adt.Cache, request: list[int
     digest = await asyncio.to_thread(_cache_digest, cache.tensors, dst[np.argsort(src)])
     _, *again = await _time_pulls(caches, cache, request, dst[: len(request)].tolist(), _AGAIN_ROUNDS + 1)
     geometry = cache.geometry
-    nbytes = geometry.num_tensors * NUM_BLOCKS * geometry.block_bytes
+    nbytes = geometry.num_tensors * num_blocks * geometry.block_bytes
     return Measured(again, whole, nbytes, geometry.block_bytes, digest)
 
 
@@ -303,9 +305,8 @@ async def _time_pulls(
 # Reference. -------------------------------------------------------------------------------------------------
 
 
-async def reference(console: Console, job: ReferenceJob) -> None:
+async def reference(console: Console, model: Model, job: ReferenceJob) -> None:
     """Generate in this one process."""
-    model = Model.load()
     blocks = -(-(len(job.tokens) + job.max_new_tokens) // BLOCK_SIZE)
     kv = model.allocate_kv(blocks, BLOCK_SIZE)
     began = time.perf_counter()
@@ -318,17 +319,29 @@ async def reference(console: Console, job: ReferenceJob) -> None:
 
 
 async def run() -> None:
-    """Take the job and do it."""
-    async with asyncio.timeout(_LIMIT):
+    """Load the model, take the job and do it."""
+    # The demo itself ends earlier: the limits are for a node whose demo is gone.
+    async with asyncio.timeout(_START_LIMIT) as until:
         console = await Console.open()
+        order = await console.order()
+        if not isinstance(order, Load):
+            return
+        until.reschedule(asyncio.get_running_loop().time() + order.limit)
+        began = time.perf_counter()
+        cache_dir = None if order.cache_dir is None else Path(order.cache_dir)
+        model = await asyncio.to_thread(find_model(order.model, cache_dir).load)
+        c = model.config
+        console.report(Loaded(time.perf_counter() - began, c.layers, c.d_model, c.heads, c.kv_heads))
         match await console.order():
             case PrefillJob() as job:
-                await prefill(console, job)
+                await prefill(console, model, order.num_blocks, job)
             case DecodeJob() as job:
-                await decode(console, job)
+                await decode(console, model, order.num_blocks, job)
             case ReferenceJob() as job:
-                await reference(console, job)
+                await reference(console, model, job)
 
 
 if __name__ == "__main__":
-    asyncio.run(run())
+    # The demo has set variables that say so to every BLAS it knows; where threadpoolctl is installed, it knows more.
+    with one_blas_thread():
+        asyncio.run(run())

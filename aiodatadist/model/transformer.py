@@ -1,4 +1,4 @@
-"""A small decoder-only transformer in numpy over a paged KV cache that the caller owns.
+"""A decoder-only transformer in numpy over a paged KV cache that the caller owns.
 
 The model exists to check a KV cache that has travelled: what it writes after a prompt depends on the cached
 keys and values of the whole prompt, and it computes them the same way everywhere, to the last bit. For that,
@@ -66,7 +66,7 @@ def one_blas_thread() -> Iterator[bool]:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of the transformer.
+    """The shape of the transformer; the defaults are the shape of the weights that ship.
 
     Attributes
     ----------
@@ -79,6 +79,8 @@ class ModelConfig:
         Base of the rotary frequencies.
     norm_eps
         Added to the mean square in RMSNorm.
+    end_tokens
+        Tokens that end a text; greedy generation stops after the first of them.
     """
 
     layers: int = 4
@@ -91,6 +93,7 @@ class ModelConfig:
     max_positions: int = 2048
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
+    end_tokens: tuple[int, ...] = (tokenizer.EOS,)
 
     def rotary_tables(self) -> tuple[Array, Array]:
         """Return cosines and sines of the rotary angles, each float32 `[max_positions, head_dim / 2]`."""
@@ -130,7 +133,7 @@ def _rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 
 class Model:
-    """The transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied byte embedding.
+    """The transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied embedding.
 
     A model holds weights only and may be shared between threads. All state is in the KV cache, whose arrays
     the caller owns and passes in; the methods write the rows of the tokens they are given and read the rows
@@ -142,12 +145,12 @@ class Model:
         The shape.
     weights
         Arrays by the names that `examples/train_demo_model.py` writes; any float dtype, computed with as
-        float32.
+        float32. Arrays that are float32 already are kept, not copied.
     """
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, NDArray[np.floating]]) -> None:
         def take(name: str, *shape: int) -> Array:
-            array = np.ascontiguousarray(weights[name], dtype=np.float32)
+            array = np.asarray(weights[name], dtype=np.float32)
             if array.shape != shape:
                 raise ValueError(f"weight {name} has shape {array.shape}, the configuration says {shape}")
             return array
@@ -166,7 +169,7 @@ class Model:
             for i in range(c.layers)
         ]
         self._embedding = take("embedding", c.vocab, c.d_model)
-        self._unembedding = np.ascontiguousarray(self._embedding.T)
+        self._unembedding = self._embedding.T
         self._final_norm = take("final_norm", c.d_model)
         self._cos, self._sin = c.rotary_tables()
 
@@ -298,12 +301,13 @@ class Model:
         Returns
         -------
         tokens
-            `first_token` and the tokens after it, at most `max_new_tokens`; ends early with `tokenizer.EOS`.
+            `first_token` and the tokens after it, at most `max_new_tokens`; ends early with one of the
+            configuration's `end_tokens`.
         """
         if max_new_tokens < 1:
             raise ValueError("max_new_tokens is at least 1")
         new = [first_token]
-        while len(new) < max_new_tokens and new[-1] != tokenizer.EOS:
+        while len(new) < max_new_tokens and new[-1] not in self.config.end_tokens:
             logits = self.decode_step(new[-1], position + len(new) - 1, kv, block_table)
             new.append(int(np.argmax(logits)))
         return new
