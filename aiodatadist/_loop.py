@@ -12,6 +12,7 @@ back, and a forked child can close what it must not hold. All descriptors close 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures.thread  # noqa: F401  # asyncio's first use would load it, when descriptors may have run out
 import contextlib
 import errno
 import os
@@ -812,8 +813,17 @@ class Runtime:
         return RingWatch.acquire(self.loop, engine, inline_budget, shared=shared)
 
     def in_thread(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """Call in a worker thread what may take long in the kernel."""
-        return self.loop.run_in_executor(None, function, *args)
+        """Call in a worker thread what may take long in the kernel.
+
+        Where there is no thread to be had, the future fails, and the call may still be made when there is one.
+        """
+        try:
+            return self.loop.run_in_executor(None, function, *args)
+        except RuntimeError as why:
+            failed = self.loop.create_future()
+            failed.set_exception(why)
+            failed.exception()  # nobody has to ask
+            return failed
 
     def watch(self, fd: int, callback: Callable[[], None]) -> SocketWatch:
         """Call back whenever a socket of the engine is readable; takes the descriptor over."""

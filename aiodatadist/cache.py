@@ -7,6 +7,7 @@ operation can touch them. A running transfer keeps both caches alive by itself.
 from __future__ import annotations
 
 import asyncio
+import copy
 import enum
 import itertools
 import math
@@ -37,7 +38,7 @@ from .errors import (
     RegistrationError,
     TransferTimeout,
 )
-from .observe import PendingOperation
+from .observe import PendingOperation, get_logger
 from .transfer import Operation, Transfer
 from .types import BlocksCacheKey, CacheDesc, CacheKeyByIdAndIndex, Geometry, as_integer, shown
 
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from .datadist import DataDist
 
 __all__ = ["DEFAULT_TIMEOUT", "Cache", "CacheManager"]
+
+_log = get_logger()
 
 
 class _Default(enum.Enum):
@@ -308,6 +311,8 @@ class CacheManager:
 
     def _register_natively(self, cache: Cache) -> _core.LocalCache:
         """Register with the transports; runs in a worker thread, because pinning large memory takes long."""
+        if cache._state == "failed":  # for want of a thread, and now there is one
+            raise ClosedError(f"cache {cache.id} has failed before")
         geometry = cache.geometry
         return self._dd._node.register_cache(
             cache.id,
@@ -324,8 +329,10 @@ class CacheManager:
     def _registered(self, cache: Cache, done: asyncio.Future[_core.LocalCache]) -> None:
         failure = done.exception() if not done.cancelled() else ClosedError("the DataDist was closed")
         if failure is not None:
-            error = RegistrationError(f"cache {cache.id} cannot be registered: {failure}")
-            error.__cause__ = failure
+            error = _refused(cache, failure, len(self._caches) - 1)
+            if not isinstance(failure, ClosedError):
+                # Whoever waits gets it, and so does every transfer; but perhaps only peers wait, for what never comes.
+                _log.error("a cache cannot be registered", cluster_id=self._dd.cluster_id, error=str(error))
             cache._state = "failed"
             self._forget(cache)
             _settle(cache._registered, error)
@@ -753,6 +760,8 @@ class CacheManager:
             raise ArgumentTypeError(f"expected a BlocksCacheKey or CacheKeyByIdAndIndex, got {type(key).__name__}")
         self._check_own(cache)
         if cache.closed:
+            if cache._state == "failed" and (failure := cache._registered.exception()) is not None:
+                raise copy.copy(failure) from failure.__cause__
             raise ClosedError(f"cache {cache.id} is unregistered")
         if key.cluster_id == dd.cluster_id:
             raise ArgumentError(
@@ -928,6 +937,20 @@ class CacheManager:
 def _native_geometry(cache: Cache | RemoteEntry) -> tuple[int, int, int, int]:
     g = cache.geometry
     return g.num_tensors, g.num_blocks, g.block_bytes, g.stride
+
+
+def _refused(cache: Cache, failure: BaseException, others: int) -> RegistrationError:
+    """Make the error for a cache that a transport does not take."""
+    views = cache._views
+    error = RegistrationError(
+        f"cache {cache.id}, {len(views)} tensors of {sum(view.nbytes for view in views)} bytes in all, cannot be "
+        f"registered beside {others} others: {failure}",
+        hint=None
+        if isinstance(failure, ClosedError)
+        else "free caches, or raise the limit (by ulimit): memory (-v, -l), open files (-n), threads (-u)",
+    )
+    error.__cause__ = failure
+    return error
 
 
 def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:

@@ -620,7 +620,12 @@ _FROM_NATIVE: dict[NativeStatus, tuple[type[DataDistError], Status | None, str, 
     NativeStatus.ABORTED: (TransferAborted, None, "the transfer was aborted", None),
     NativeStatus.CLOSED: (ClosedError, None, "the object is closed", "open it again"),
     NativeStatus.UNSUPPORTED: (TransportUnavailable, None, "", "see `aiodatadist doctor`"),
-    NativeStatus.NO_MEMORY: (OutOfMemoryError, None, "no memory left", "free caches or raise the limit"),
+    NativeStatus.NO_MEMORY: (
+        OutOfMemoryError,
+        None,
+        "no memory left",
+        "free caches or raise the limit: of memory, or of open files (ulimit -n)",
+    ),
     NativeStatus.IO: (TransportError, None, "an input or output operation failed", None),
     NativeStatus.PROTOCOL: (
         ProtocolError,

@@ -35,6 +35,8 @@ class Fd {
     int get() const { return fd_; }
     explicit operator bool() const { return fd_ >= 0; }
     void reset();
+    // Gives it away, to another Fd in the end: a forked child still closes it.
+    int release() { return std::exchange(fd_, -1); }
 
   private:
     int fd_ = -1;

@@ -359,8 +359,8 @@ adt_status_t Engine::connect(const std::shared_ptr<Node> &node, const ConnectReq
             params.populate_bytes = node->populate_bytes;
             std::vector<int> taken;
             if (t.ops == &kTcpOps) {
-                for (const Fd &fd : data) taken.push_back(fcntl(fd.get(), F_DUPFD_CLOEXEC, 0));
-                data.clear();
+                taken.reserve(data.size());
+                for (Fd &fd : data) taken.push_back(fd.release());
             }
             params.num_fds = static_cast<uint32_t>(taken.size());
             params.fds = taken.data();

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 
 from .. import _core
 from .._loop import Deadline, Runtime, Tasks, Timer, at_fork_in_child, shielded
-from ..errors import ClosedError, MemoryStillExposed, TransportError
+from ..errors import ClosedError, MemoryStillExposed, OutOfMemoryError, TransportError
 from ..observe import Counters, PendingOperation, get_logger
 from . import wire
 from .events import EventHub, Inbox
@@ -151,7 +151,13 @@ class Center:
         usable, unusable = _probe(config.transports)
         self.runtime = runtime = self._make_runtime()
         self.thread_id = threading.get_ident()
-        self._engine, shared = runtime.acquire_engine(config.copy_threads, config.io_threads)
+        try:
+            self._engine, shared = runtime.acquire_engine(config.copy_threads, config.io_threads)
+        except (RuntimeError, MemoryError, OSError) as why:
+            raise OutOfMemoryError(
+                f"cannot start the engine with {config.copy_threads} copy and {config.io_threads} io threads: {why}",
+                hint="raise the limit of threads (ulimit -u, or the container's pids.max) or of open files (ulimit -n)",
+            ) from why
         try:
             self._watch = runtime.ring(self._engine, config.inline_budget, shared=shared)
         except BaseException:
@@ -501,7 +507,10 @@ def _probe(transports: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, str]
     }
     if not usable:
         said = "; ".join(f"{name}: {why}" for name, why in unusable.items())
-        raise TransportError(f"no transport of Config.transports works here ({said})", hint="add tcp to it")
+        raise TransportError(
+            f"no transport of Config.transports works here ({said})",
+            hint="see `aiodatadist doctor`" if "tcp" in transports else "add tcp to it",
+        )
     return usable, unusable
 
 
