@@ -20,6 +20,7 @@ except ModuleNotFoundError as why:
 from .cache import DEFAULT_TIMEOUT, Cache, CacheManager
 from .config import Config
 from .control.events import EventsLagged, EventStream, NotificationStream
+from .control.leases import Lease
 from .control.links import Link
 from .datadist import DataDist
 from .errors import (
@@ -39,6 +40,7 @@ from .errors import (
     ForkedError,
     HandshakeError,
     InternalError,
+    LeaseError,
     LinkError,
     LinkRefusedError,
     LinkTimeout,
@@ -70,6 +72,10 @@ from .types import (
     CacheKeyByIdAndIndex,
     ClusterInfo,
     Geometry,
+    LeaseEnd,
+    LeaseExpired,
+    LeaseLost,
+    LeaseReleased,
     LinkPath,
     LinkState,
     LinkStateChanged,
@@ -115,6 +121,12 @@ __all__ = [
     "Geometry",
     "HandshakeError",
     "InternalError",
+    "Lease",
+    "LeaseEnd",
+    "LeaseError",
+    "LeaseExpired",
+    "LeaseLost",
+    "LeaseReleased",
     "Link",
     "LinkError",
     "LinkPath",

@@ -55,6 +55,9 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
         cache_quiet
         transfer_ended
         pong
+        lease_over
+        lease_answer
+        lease_lost
 
     cdef struct CEvent "adt::Event":
         CEventKind kind
@@ -142,6 +145,12 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
         uint64_t bytes_total
         const char *path
 
+    cdef struct CLeaseRow "adt::LeaseRow":
+        uint64_t id
+        cbool ended
+        cbool adopted
+        uint64_t left_ns
+
     cdef cppclass CConnectRequest "adt::ConnectRequest":
         int wire
         vector[int] data
@@ -149,6 +158,7 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
         int pidfd
         cbool process_vm
         cbool dialed
+        uint64_t cluster
         cbool exposed
         uint64_t peer_limit_ns
         cbool *use
@@ -186,6 +196,14 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
         uint64_t fence(const shared_ptr[CPeer] &peer) except +
         uint64_t ping(const shared_ptr[CPeer] &peer) except +
         int loop_fd(const shared_ptr[CPeer] &peer) except +
+        cbool hold(
+            const shared_ptr[CNode] &node, uint64_t lease, uint64_t cache, const uint64_t *cluster,
+            uint64_t ttl_ns) except +
+        void end_lease(const shared_ptr[CNode] &node, uint64_t lease) except +
+        void end_leases(const shared_ptr[CNode] &node) except +
+        vector[CLeaseRow] leases(const shared_ptr[CNode] &node, uint64_t only) except +
+        uint64_t adopt_lease(const shared_ptr[CPeer] &peer, uint64_t lease) except +
+        uint64_t release_lease(const shared_ptr[CPeer] &peer, uint64_t lease) except +
         cbool loop_progress(const shared_ptr[CPeer] &peer) except +
         adt_status_t register_cache(
             const shared_ptr[CNode] &node, const adt_memory_t &memory, shared_ptr[CLocalCache] &out,

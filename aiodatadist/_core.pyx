@@ -45,6 +45,9 @@ EVENT_FENCED = <int>CEventKind.fenced
 EVENT_CACHE_QUIET = <int>CEventKind.cache_quiet
 EVENT_TRANSFER_ENDED = <int>CEventKind.transfer_ended
 EVENT_PONG = <int>CEventKind.pong
+EVENT_LEASE_OVER = <int>CEventKind.lease_over
+EVENT_LEASE_ANSWER = <int>CEventKind.lease_answer
+EVENT_LEASE_LOST = <int>CEventKind.lease_lost
 READ = <int>ADT_READ
 WRITE = <int>ADT_WRITE
 
@@ -374,12 +377,12 @@ cdef class Node:
         let_go_node(self.node)
 
     def connect(self, int engine_fd, data_fds, *, int pid, int pidfd, bint process_vm, transports, bint dialed=False,
-                double peer_limit=0.0, bint exposed=True):
+                double peer_limit=0.0, bint exposed=True, uint64_t cluster_id=0):
         """Start the native side of a link. Takes over every descriptor, whatever comes of it.
 
         Of three or more data connections the last two are for short requests: the dialing side's, then the other's.
         `peer_limit` is the silence in seconds that the peer bears; 0: as long as this side. Unless `exposed`, a peer of
-        this host counts as able to touch local memory only from `Peer.expose` on.
+        this host counts as able to touch local memory only from `Peer.expose` on. `cluster_id` is the peer's.
         """
         cdef CConnectRequest request
         cdef shared_ptr[CPeer] peer
@@ -390,6 +393,7 @@ cdef class Node:
         request.process_vm = process_vm
         request.dialed = dialed
         request.exposed = exposed
+        request.cluster = cluster_id
         # The peer's own word: no number is above suspicion.
         request.peer_limit_ns = <uint64_t>(peer_limit * 1e9) if 0 < peer_limit < 1e9 else 0
         try:
@@ -481,6 +485,30 @@ cdef class Node:
                            row.bytes_total, row.path.decode()))
         return result
 
+    def hold(self, uint64_t lease_id, uint64_t cache_id, double ttl, cluster_id=None):
+        """Keep a lease for a peer, or for the first that adopts it; EVENT_LEASE_OVER follows. False: the id is taken.
+
+        `ttl` in seconds, at most some years.
+        """
+        cdef uint64_t cluster = 0 if cluster_id is None else cluster_id
+        cdef const uint64_t *held_for = &cluster
+        if cluster_id is None:
+            held_for = NULL
+        return self.engine.get().hold(self.node, lease_id, cache_id, held_for, <uint64_t>(ttl * 1e9))
+
+    def end_lease(self, uint64_t lease_id):
+        """End a lease as released; nothing happens if it has ended."""
+        self.engine.get().end_lease(self.node, lease_id)
+
+    def end_leases(self):
+        """End all leases, because this side closes."""
+        self.engine.get().end_leases(self.node)
+
+    def leases(self, uint64_t only=0):
+        """Every lease that is not over, or one: (id, has ended, is adopted, seconds until it ends if not renewed)."""
+        cdef vector[CLeaseRow] rows = self.engine.get().leases(self.node, only)
+        return [(row.id, bool(row.ended), bool(row.adopted), row.left_ns * 1e-9) for row in rows]
+
 
 @cython.final
 cdef class LocalCache:
@@ -565,6 +593,17 @@ cdef class Peer:
     def ping(self):
         """Ask the peer's engine for EVENT_PONG with the token."""
         return self.node.engine.get().ping(self.peer)
+
+    def adopt_lease(self, uint64_t lease_id):
+        """Adopt a lease of the peer, which the engine renews from then on; EVENT_LEASE_ANSWER with the token follows.
+
+        0: the link is over, and no answer comes.
+        """
+        return self.node.engine.get().adopt_lease(self.peer, lease_id)
+
+    def release_lease(self, uint64_t lease_id):
+        """Tell the peer to end a lease; EVENT_LEASE_ANSWER with the token follows, or 0 as for `adopt_lease`."""
+        return self.node.engine.get().release_lease(self.peer, lease_id)
 
     def loop_fd(self):
         """A new descriptor on which the loop waits for the answers of short requests, or -1. The caller closes it."""

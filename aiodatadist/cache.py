@@ -43,6 +43,7 @@ from .transfer import Operation, Transfer
 from .types import BlocksCacheKey, CacheDesc, CacheKeyByIdAndIndex, Geometry, as_integer, shown
 
 if TYPE_CHECKING:
+    from .control.leases import Lease
     from .datadist import DataDist
 
 __all__ = ["DEFAULT_TIMEOUT", "Cache", "CacheManager"]
@@ -446,6 +447,57 @@ class CacheManager:
         cache._region = None
         cache._native = None
         _settle(cache._quiet, None)
+
+    # Leases. -------------------------------------------------------------------------------------------------
+
+    def hold(self, cache: Cache, blocks: Blocks, ttl: float, *, peer: SupportsIndex | None = None) -> Lease:
+        """Hold blocks for a peer that is going to pull them; tell it the lease's `id`, which it adopts.
+
+        Holding is bookkeeping, and forbids nothing: an allocator asks `held` which blocks it must not give away.
+
+        Parameters
+        ----------
+        cache : Cache
+            Of this DataDist.
+        blocks : sequence or array of int
+            May be empty; named twice is held once. Read during the call only.
+        ttl : float
+            Seconds, 0.01 to 30 days. The lease ends when so much time has passed since the call, its adoption and the
+            last renewal, never before. Adopted, it is renewed by the peer's engine for as long as peer and link live.
+        peer : int, optional
+            The cluster id that may adopt and release it, linked or not. Omitted: that of any linked peer, until one has
+            adopted it.
+
+        Returns
+        -------
+        Lease
+            Held from now on; dropping the object changes nothing. Its end is told by `Lease.wait_over`, and by
+            `LeaseExpired` or `LeaseReleased` in ``DataDist.events()``. Unregistering the cache ends it as well.
+
+        Raises
+        ------
+        BlockIndexError
+            A block is not in the cache.
+        ArgumentError, ArgumentTypeError
+            The TTL, the peer or the list cannot be used.
+        ClosedError
+            The cache is unregistered.
+        """
+        self._dd._check_usable()
+        self._check_own(cache)
+        return self._dd._center.leases.hold(cache, blocks, ttl, peer)
+
+    def held(self, cache: Cache) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Say which blocks of a cache are held by leases that are not over.
+
+        Returns
+        -------
+        ndarray
+            A new bool array ``[num_blocks]``.
+        """
+        self._dd._check_usable()
+        self._check_own(cache)
+        return self._dd._center.leases.held(cache)
 
     # Transfers. ----------------------------------------------------------------------------------------------
 

@@ -505,6 +505,92 @@ class DataDist:
         self._center.stop_listening()
         return self._center.operations.done(None)
 
+    # Leases. ------------------------------------------------------------------------------------------------
+
+    def adopt_lease(
+        self, cluster_id: SupportsIndex, lease_id: SupportsIndex, *, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> Transfer[float]:
+        """Adopt a lease that a peer holds for this node: its blocks stay until it is released here, or the link ends.
+
+        The engine renews what is adopted, also while Python computes or the loop is blocked.
+
+        Parameters
+        ----------
+        cluster_id : int
+            The owner, linked.
+        lease_id : int
+            Its `Lease.id`, which the application brings here.
+        timeout : float or None, optional
+            Seconds; omitted: ``Config.link_timeout``, None: no deadline.
+
+        Returns
+        -------
+        Transfer
+            Its result is the TTL in seconds. From then on the blocks are held, until `release_lease` or a `LeaseLost`
+            in `events`. Adopting twice is no error. If it is cancelled or late, the lease is given back as by
+            `release_lease`, unless another call has adopted it.
+
+        Raises
+        ------
+        NotLinkedError
+            The owner is not linked.
+        LeaseError
+            The owner's version has no leases.
+        BusyError
+            65,536 leases of the peer are adopted.
+        ArgumentError, ClosedError, WrongLoopError, ForkedError
+            The call is wrong, or the DataDist cannot be used.
+
+        Raises (when awaited)
+        ---------------------
+        LeaseError
+            It is over, or was never held for this node.
+        LinkTimeout
+            The deadline passed.
+        PeerLostError
+            The link ended.
+        """
+        self._check_usable()
+        cluster, lease = as_integer(cluster_id, "cluster_id"), as_integer(lease_id, "lease_id")
+        return self._center.leases.adopt(cluster, lease, self._seconds(timeout))
+
+    def release_lease(
+        self, cluster_id: SupportsIndex, lease_id: SupportsIndex, *, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> Transfer[bool]:
+        """Tell the owner of a lease that this node needs it no more, adopted or not.
+
+        The owner is told at the call, and gives the blocks free once no operation of this node can touch them.
+
+        Parameters
+        ----------
+        cluster_id : int
+            The owner.
+        lease_id : int
+            Its `Lease.id`.
+        timeout : float or None, optional
+            Seconds; omitted: ``Config.link_timeout``, None: no deadline.
+
+        Returns
+        -------
+        Transfer
+            True: the lease was held until now, so what was pulled before is what it held. False: it was over before, or
+            the owner is not linked and could not be asked; then the lease runs out by itself. Cancelling ends the wait,
+            and nothing else.
+
+        Raises
+        ------
+        ArgumentError, ClosedError, WrongLoopError, ForkedError
+            The call is wrong, or the DataDist cannot be used.
+
+        Raises (when awaited)
+        ---------------------
+        LinkTimeout
+            The deadline passed.
+        """
+        self._check_usable()
+        cluster, lease = as_integer(cluster_id, "cluster_id"), as_integer(lease_id, "lease_id")
+        return self._center.leases.release_adopted(cluster, lease, self._seconds(timeout))
+
     def _seconds(self, timeout: Timeout) -> float | None:
         if timeout is DEFAULT_TIMEOUT:
             return self._config.link_timeout
@@ -516,8 +602,9 @@ class DataDist:
         """Return the events from now on, as an asynchronous iterator.
 
         Every reader gets all of them: `LinkStateChanged`, `PeerChanged`, `CacheAnnounced`, `CacheGone`,
-        `TransferEnded`, and `EventsLagged` where it was too slow. The iterator ends when the DataDist is closed.
-        Dropping it ends the subscription; cancelling a reader loses no event.
+        `TransferEnded`, `LeaseExpired`, `LeaseReleased`, `LeaseLost`, and `EventsLagged` where it was too slow. The
+        iterator ends when the DataDist is closed. Dropping it ends the subscription; cancelling a reader loses no
+        event.
         """
         self._check_usable()
         return self._center.events.stream()
@@ -543,7 +630,11 @@ class DataDist:
             ``total``: counts and latencies of all transfers with peers (see `Counters`); ``links``: for each linked
             cluster id its state, epoch, path, number of known caches and counts; ``copies``: counts and
             latencies of copies between own caches, whose bytes count as pulled; ``pending``: operations that have not
-            ended; ``unread``: notifications that wait.
+            ended; ``unread``: notifications that wait; ``leases``: of this side the number ``held`` and ``ending``
+            (ended, while their peer may still touch the blocks), the ``blocks`` and ``bytes`` of both, each block once,
+            ``deferred_bytes`` (of the ending ones), ``next_expiry`` (seconds until the first ends if nobody renews it,
+            or None) and how many ``ended``, by `LeaseEnd`; of peers' leases how many are ``adopted`` and were ``lost``,
+            by `LeaseEnd`.
         """
         self._check_usable()
         return {
@@ -561,6 +652,7 @@ class DataDist:
             "copies": self._center.copied.as_dict(),
             "pending": len(self.dump()),
             "unread": len(self._center.inbox),
+            "leases": self._center.leases.stats(),
         }
 
     def dump(self) -> list[PendingOperation]:

@@ -28,6 +28,7 @@
     │   ├── CacheExists             the key is taken already
     │   ├── CacheMismatch           local and remote side differ in one field
     │   ├── CacheAccessError        the cache does not permit that access
+    │   ├── LeaseError              a lease is over, or not for this node
     │   └── BlockIndexError         duplicate, out of range, or lists of different length  (also ValueError)
     ├── TransportError              the machinery under a link
     │   ├── TransportUnavailable    not usable on this machine or for this memory
@@ -65,6 +66,7 @@ __all__ = [
     "ForkedError",
     "HandshakeError",
     "InternalError",
+    "LeaseError",
     "LinkError",
     "LinkRefusedError",
     "LinkTimeout",
@@ -433,6 +435,12 @@ class CacheMismatch(CacheError):
 
 class CacheAccessError(CacheError):
     """The cache does not permit that access: read-only destination, ``remote="r"``, or ``remote=None``."""
+
+
+class LeaseError(CacheError):
+    """A lease of a peer is over, was never held for this node, or cannot be adopted."""
+
+    default_status = Status.KV_CACHE_NOT_EXIST
 
 
 class BlockIndexError(CacheError, ValueError):

@@ -33,6 +33,10 @@ __all__ = [
     "Event",
     "Geometry",
     "Key",
+    "LeaseEnd",
+    "LeaseExpired",
+    "LeaseLost",
+    "LeaseReleased",
     "LinkPath",
     "LinkState",
     "LinkStateChanged",
@@ -923,6 +927,81 @@ class TransferEnded:
     bytes_done: int = 0
 
 
+class LeaseEnd(StrEnum):
+    """How a lease ended."""
+
+    RELEASED = "released"
+    """By its owner, or by the peer that it was held for."""
+    EXPIRED = "expired"
+    """Nobody adopted it within its TTL, or the peer stayed linked and did not renew it."""
+    PEER_LOST = "peer_lost"
+    """The link over which it was adopted ended, and it was not adopted again within its TTL."""
+    CLOSED = "closed"
+    """Its cache was unregistered, or the DataDist that held it was closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseExpired:
+    """A lease of this DataDist ran out, and is over: no operation of the peer can touch the blocks on its account.
+
+    Attributes
+    ----------
+    lease_id : int
+    cache_id : int
+        The local cache.
+    cluster_id : int or None
+        The peer that it was held for; None: any.
+    nbytes : int
+        Bytes of its blocks.
+    end : LeaseEnd
+        ``EXPIRED`` or ``PEER_LOST``.
+    """
+
+    lease_id: int
+    cache_id: int
+    cluster_id: int | None
+    nbytes: int
+    end: LeaseEnd
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReleased:
+    """A lease of this DataDist was ended, and is over: no operation of the peer can touch the blocks on its account.
+
+    Attributes
+    ----------
+    lease_id, cache_id, cluster_id, nbytes
+        As of `LeaseExpired`.
+    end : LeaseEnd
+        ``RELEASED`` or ``CLOSED``.
+    """
+
+    lease_id: int
+    cache_id: int
+    cluster_id: int | None
+    nbytes: int
+    end: LeaseEnd
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLost:
+    """A lease of a peer that was adopted here is no longer; what it held may change at any moment.
+
+    Attributes
+    ----------
+    cluster_id : int
+        The owner.
+    lease_id : int
+    end : LeaseEnd
+        How the owner says it ended. ``PEER_LOST``: the link to the owner did; the blocks stay held until the TTL is
+        over, and the lease can be adopted again over a new link.
+    """
+
+    cluster_id: int
+    lease_id: int
+    end: LeaseEnd
+
+
 @dataclass(frozen=True, slots=True)
 class Notification:
     """A peer's ``notify=``. What the transfer moved is visible here by the time this arrives.
@@ -939,5 +1018,14 @@ class Notification:
     payload: bytes
 
 
-Event = LinkStateChanged | PeerChanged | CacheAnnounced | CacheGone | TransferEnded
+Event = (
+    LinkStateChanged
+    | PeerChanged
+    | CacheAnnounced
+    | CacheGone
+    | TransferEnded
+    | LeaseExpired
+    | LeaseReleased
+    | LeaseLost
+)
 """What ``DataDist.events()`` yields."""

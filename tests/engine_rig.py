@@ -181,6 +181,7 @@ class Rig:
                 process_vm=True,
                 transports=["shm", "tcp"] if shm else ["tcp"],
                 dialed=i == 0,
+                cluster_id=(2, 1)[i],
             )
             fd = -1 if self.stepped else side.peer.loop_fd()
             if fd >= 0:
@@ -295,6 +296,7 @@ def rig(path: str, mode: str = "threads", **options: Any) -> Iterator[Rig]:
 # --- a peer spoken by hand ------------------------------------------------------------------------
 
 HEARTBEAT, PING, PONG, ABORT, ENDED, FENCE, FENCE_DONE, DISCONNECT, GOODBYE = range(9)
+ADOPT, RELEASE, LEASE_ANSWER, RENEW, LEASE_OVER = range(9, 14)
 READ_FRAME, WRITE_FRAME, READ_DONE, WRITE_DONE = 1, 2, 3, 4
 MAGIC = 0x31465441
 MESSAGE = struct.Struct("<BBHiQQQ")
@@ -383,6 +385,7 @@ class Hand:
             pidfd=-1,
             process_vm=False,
             transports=["tcp"],
+            cluster_id=2,
         )
         self.wire = wire[1]
         self.data = [pair[1] for pair in data]

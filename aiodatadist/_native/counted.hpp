@@ -22,12 +22,13 @@ enum class Live : unsigned {
     connection,
     served,
     gate,
+    lease,
     count
 };
 
 inline const char *const kLiveNames[] = {"engine",       "ring",      "node",  "peer",   "local_cache",
                                          "remote_cache", "operation", "batch", "region", "mapping",
-                                         "connection",   "served",    "gate"};
+                                         "connection",   "served",    "gate",  "lease"};
 
 constexpr unsigned kLiveCount = static_cast<unsigned>(Live::count);
 

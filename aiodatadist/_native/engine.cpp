@@ -184,6 +184,7 @@ Engine::~Engine() {
             peer->node->self.reset();
         }
         ops_.clear();
+        leases_.clear();
         peers_.clear();
         nodes_.clear();
     }
@@ -347,6 +348,10 @@ void Engine::fire(Section &s, const Timer &timer) {
         });
         return;
     }
+    if (timer.kind == TimerKind::lease) {
+        expire_lease(s, timer.id);
+        return;
+    }
     const auto found = peers_.find(timer.id);
     if (found == peers_.end()) return;
     const std::shared_ptr<Peer> peer = found->second;
@@ -382,8 +387,12 @@ void Engine::fire(Section &s, const Timer &timer) {
             peer->lingered = true;
             settle_peer(s, *peer);
             return;
+        case TimerKind::renew:
+            renew_leases(s, *peer);
+            return;
         case TimerKind::deadline:
         case TimerKind::drain:
+        case TimerKind::lease:
             return;
     }
 }

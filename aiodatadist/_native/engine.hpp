@@ -46,6 +46,9 @@ enum class EventKind : uint32_t {
     cache_quiet,        // cache: nothing can touch it any more
     transfer_ended,     // a peer's operation on local memory ended badly and is quiet
     pong,               // token: ping
+    lease_over,         // token: lease; status: why it ended. What it held can be touched no more on its account
+    lease_answer,       // token: question; status: OK or NOT_FOUND; bytes: the lease's TTL, ns
+    lease_lost,         // token: lease of the peer that was adopted here; status: why its owner ended it
 };
 
 struct Event {
@@ -135,7 +138,7 @@ struct Lane {
     bool pumping = false;  // a post that fails ends its operation, and that must not pump from inside the pump
 };
 
-enum class TimerKind : uint8_t { deadline, drain, heartbeat, fence, linger };
+enum class TimerKind : uint8_t { deadline, drain, heartbeat, fence, linger, lease, renew };
 
 struct Timer {
     TimerKind kind;
@@ -188,6 +191,12 @@ enum class Say : uint8_t {
     fence_done,  // a: sequence
     disconnect,  // the link is over; the receiver ends its operations
     goodbye,     // the sender's operations are over: its process touches the receiver's memory no more
+    // Leases. Only who has adopted or released one is told of any.
+    adopt,         // a: lease of the receiver, b: token; `renew` counts for it from now on
+    release,       // a: lease of the receiver, b: token, flags 1: no operation of the sender is running on this link
+    lease_answer,  // a: lease, b: token, c: TTL in ns, status: OK or NOT_FOUND
+    renew,         // the sender is still there: counts for every lease that it adopted over this connection
+    lease_over,    // a: lease of the sender that the receiver had adopted, status: why it has ended
 };
 struct WireMessage {
     uint8_t type;
@@ -235,8 +244,33 @@ struct FenceFromPeer {
 struct FenceOnPeer {
     uint64_t token;
     uint64_t seq;
-    std::shared_ptr<LocalCache> closing;  // null: dd.fence()
+    std::shared_ptr<LocalCache> closing;  // null: dd.fence(), or
+    std::vector<uint64_t> leases;         // leases that have ended and are over when the fence is
     uint64_t answered_ns = 0;             // when the peer said that it is done; 0: it has not
+};
+
+// Blocks that the owner keeps for a peer. Which ones, Python knows; here it is time and who may still touch them.
+struct Lease : Counted<Live::lease> {
+    uint64_t id = 0;
+    std::shared_ptr<Node> node;
+    uint64_t cache = 0;
+    uint64_t cluster = 0;  // the peer that it is held for
+    bool anyone = false;   // for whoever adopts it first
+    uint64_t ttl_ns = 0;
+    uint64_t renewed_ns = 0;        // that of the link below counts as well
+    std::shared_ptr<Peer> adopter;  // the link over which it was adopted, while it lasts
+    bool lost = false;              // that link has ended
+    bool ended = false;             // waits for its fences
+    adt_status_t why = ADT_OK;      // OK: released, TIMEOUT, PEER_LOST, CLOSED
+    uint32_t fences = 0;
+    Timers::iterator expiry;
+};
+
+struct LeaseRow {
+    uint64_t id;
+    bool ended;
+    bool adopted;
+    uint64_t left_ns;  // until it ends unless it is renewed; 0: it has ended
 };
 
 // A request of a peer that is being served, between begin_serve and end_serve.
@@ -294,6 +328,17 @@ struct Peer : Counted<Live::peer> {
     uint64_t last_heard = 0;
     uint64_t last_sent = 0;
     uint64_t shorter_limit_ns = 0;  // the shorter of both sides' heartbeat limits
+    uint64_t cluster = 0;
+    // leases of ours
+    std::unordered_set<uint64_t> leases;  // that the peer has adopted over this link
+    uint64_t renewed_ns = 0;              // when it renewed them
+    std::vector<uint64_t> leases_ended;   // that wait for a fence of their own on the peer
+    uint32_t lease_fences = 0;
+    // leases of the peer's
+    std::unordered_map<uint64_t, uint64_t> adopted;      // by us, with their TTL in ns; 0: it has not answered
+    std::unordered_map<uint64_t, bool> lease_questions;  // tokens that it has not answered; true: of an adoption
+    Timers::iterator renewal;
+    bool has_renewal = false;
 };
 
 // Native side of one DataDist.
@@ -355,6 +400,7 @@ struct ConnectRequest {
     int pidfd = -1;
     bool process_vm = false;
     bool dialed = false;
+    uint64_t cluster = 0;        // the peer's cluster id, for whom leases are held
     bool exposed = true;         // false: the peer gets its first key after `expose`
     uint64_t peer_limit_ns = 0;  // the silence that the peer bears; 0: as long as this side
     std::array<bool, kTransportCount> use{};
@@ -405,6 +451,18 @@ class Engine : Counted<Live::engine> {
     uint64_t ping(const std::shared_ptr<Peer> &peer);
     // A duplicate of the descriptor on which the loop may wait for short answers, or -1; the caller closes it.
     int loop_fd(const std::shared_ptr<Peer> &peer);
+
+    // Keeps a lease until its TTL has passed since it was last renewed. `cluster` null: for whoever adopts it first.
+    // False: there is one with this id, or the node is closed.
+    bool hold(const std::shared_ptr<Node> &node, uint64_t lease, uint64_t cache, const uint64_t *cluster,
+              uint64_t ttl_ns);
+    void end_lease(const std::shared_ptr<Node> &node, uint64_t lease);
+    void end_leases(const std::shared_ptr<Node> &node);
+    // All of a node that are not over, or the one with this id.
+    std::vector<LeaseRow> leases(const std::shared_ptr<Node> &node, uint64_t only = 0);
+    // A lease of the peer's, from here on renewed natively. lease_answer follows with the token that is returned.
+    uint64_t adopt_lease(const std::shared_ptr<Peer> &peer, uint64_t lease);
+    uint64_t release_lease(const std::shared_ptr<Peer> &peer, uint64_t lease);
     // Takes the answers that wait there. Their events lie in the node's ring afterwards, which was not woken for them:
     // drain it. False: the descriptor is of no more use.
     bool loop_progress(const std::shared_ptr<Peer> &peer);
@@ -487,7 +545,8 @@ class Engine : Counted<Live::engine> {
     void handle(Section &s, Peer &peer, const WireMessage &message);
     void take_over(Section &s, Peer &peer);
     void answer_fences(Section &s, Peer &peer, size_t from = 0);
-    void start_fence(Section &s, Peer &peer, uint64_t token, std::shared_ptr<LocalCache> closing);
+    void start_fence(Section &s, Peer &peer, uint64_t token, std::shared_ptr<LocalCache> closing,
+                     std::vector<uint64_t> leases = {});
     void finish_fence(Section &s, Peer &peer, const FenceOnPeer &fence, adt_status_t status);
     void finish_answered(Section &s, Peer &peer);
     void force_fences(Section &s, Peer &peer, bool silent);
@@ -497,6 +556,20 @@ class Engine : Counted<Live::engine> {
     static bool nothing_left(const Node &node);
     static bool answers_late(const Peer &peer, uint64_t now);
     void emit(const Node &node, const Event &event) const { node.ring->push(event); }
+
+    // leases.cpp
+    bool handle_lease(Section &s, Peer &peer, const WireMessage &message);
+    void end_lease(Section &s, Lease &lease, adt_status_t why, const Peer *done = nullptr);
+    void end_leases(Section &s, const Node &node, uint64_t cache);
+    void fence_leases(Section &s, Peer &peer);
+    void leases_fenced(Section &s, Peer &peer, const std::vector<uint64_t> &leases);
+    void finish_lease(Section &s, Lease &lease);
+    void expire_lease(Section &s, uint64_t id);
+    void renew_leases(Section &s, Peer &peer);
+    void schedule_renewal(Peer &peer, uint64_t ttl_ns);
+    void leave_leases(Peer &peer);
+    static uint64_t due_ns(const Lease &lease);
+    uint64_t ask_lease(Section &s, Peer &peer, Say what, uint8_t flags, uint64_t lease);
 
     // link.cpp: the host table that transports call
     static void host_notify(void *ctx, adt_transport_h transport);
@@ -531,6 +604,7 @@ class Engine : Counted<Live::engine> {
     std::vector<std::unique_ptr<Batch>> spare_batches_;
     std::unordered_map<uint64_t, std::shared_ptr<Peer>> peers_;
     std::unordered_map<uint64_t, std::shared_ptr<Node>> nodes_;
+    std::unordered_map<uint64_t, std::unique_ptr<Lease>> leases_;
     uint64_t next_id_ = 1;
     bool stopping_ = false;
     std::thread thread_;

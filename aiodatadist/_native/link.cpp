@@ -60,6 +60,7 @@ void Engine::abort_node(const std::shared_ptr<Node> &node) {
     for (const auto &[id, peer] : node->peers) peers.push_back(peer);
     if (node->self) peers.push_back(node->self);
     for (const std::shared_ptr<Peer> &peer : peers) end_peer(s, *peer, ADT_ERR_CLOSED, false);
+    end_leases(s, *node, 0);
 }
 
 // No peer can touch the node's memory, and no operation is unfinished.
@@ -86,6 +87,7 @@ void Engine::close_node(const std::shared_ptr<Node> &node) {
     std::vector<std::shared_ptr<LocalCache>> caches;
     for (const auto &[id, cache] : node->caches) caches.push_back(cache);
     for (const std::shared_ptr<LocalCache> &cache : caches) close_local(s, node, cache);
+    end_leases(s, *node, 0);
     if (const std::shared_ptr<Peer> self = node->self) {
         s.defer([self] {});
         end_peer(s, *self, ADT_ERR_CLOSED, false);
@@ -152,6 +154,7 @@ void Engine::close_cache(const std::shared_ptr<Node> &node, const std::shared_pt
 void Engine::close_local(Section &s, const std::shared_ptr<Node> &node, const std::shared_ptr<LocalCache> &cache) {
     if (cache->closed) return;
     cache->closed = true;
+    end_leases(s, *node, cache->id);
     // Every peer is asked, whether or not it was told of the cache: it may have imported it a moment ago.
     for (const auto &[id, peer] : node->peers) cache->waiting_for.insert(id);
     std::vector<std::shared_ptr<Peer>> peers;
@@ -324,6 +327,7 @@ adt_status_t Engine::connect(const std::shared_ptr<Node> &node, const ConnectReq
         return ADT_ERR_INVALID;
     }
     peer->node = node;
+    peer->cluster = request.cluster;
     peer->same_host = request.pid > 0;
     peer->exposed = peer->same_host && request.exposed;
     peer->shorter_limit_ns = node->heartbeat_limit_ns;
@@ -421,6 +425,7 @@ void Engine::end_peer(Section &s, Peer &peer, adt_status_t status, bool told) {
         event.peer = peer.id;
         emit(*peer.node, event);
     }
+    leave_leases(peer);
     for (const auto &[id, import] : peer.imports) close_remote(s, import);
     peer.imports.clear();
     const std::vector<Op *> ops(peer.ops.begin(), peer.ops.end());
@@ -627,6 +632,13 @@ void Engine::handle(Section &s, Peer &peer, const WireMessage &message) {
             end_peer(s, peer, ADT_ERR_CLOSED, true);
             settle_peer(s, peer);
             return;
+        case Say::adopt:
+        case Say::release:
+        case Say::lease_answer:
+        case Say::renew:
+        case Say::lease_over:
+            if (handle_lease(s, peer, message)) return;
+            break;
     }
     end_peer(s, peer, ADT_ERR_PROTOCOL, true);
 }
@@ -686,9 +698,10 @@ bool Engine::loop_progress(const std::shared_ptr<Peer> &peer) {
     return useful;
 }
 
-void Engine::start_fence(Section &s, Peer &peer, uint64_t token, std::shared_ptr<LocalCache> closing) {
+void Engine::start_fence(Section &s, Peer &peer, uint64_t token, std::shared_ptr<LocalCache> closing,
+                         std::vector<uint64_t> leases) {
     const uint64_t cache = closing ? closing->id : 0;
-    const FenceOnPeer fence{token, ++peer.fence_seq, std::move(closing)};
+    const FenceOnPeer fence{token, ++peer.fence_seq, std::move(closing), std::move(leases)};
     if (peer.state == Peer::State::quiet) {
         finish_fence(s, peer, fence, ADT_OK);
         return;
@@ -709,6 +722,10 @@ void Engine::finish_fence(Section &s, Peer &peer, const FenceOnPeer &fence, adt_
     if (fence.closing) {
         fence.closing->waiting_for.erase(peer.id);
         settle_cache(s, *peer.node, *fence.closing);
+        return;
+    }
+    if (!fence.leases.empty()) {
+        leases_fenced(s, peer, fence.leases);
         return;
     }
     Event event;

@@ -28,10 +28,12 @@ from .. import _core
 from .._loop import Deadline, Runtime, Tasks, Timer, at_fork_in_child, shielded
 from ..errors import ClosedError, MemoryStillExposed, OutOfMemoryError, TransportError
 from ..observe import Counters, PendingOperation, get_logger
+from ..types import LinkStateChanged
 from . import wire
 from .events import EventHub, Inbox
 from .handshake import Handshaker, Own, SessionDoor
 from .hostproof import HostDoor
+from .leases import LeaseBook
 from .linking import LinkManager
 from .operations import Operations
 from .peers import NativePeers
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from ..config import Config
-    from ..types import Address, Role
+    from ..types import Address, Event, Role
 
 __all__ = ["Center", "State"]
 
@@ -51,6 +53,7 @@ _log = get_logger()
 
 _RECHECK_SECONDS: Final = 0.05
 _GRACE_SECONDS: Final = 0.5
+_LEASE_EVENTS: Final = frozenset((_core.EVENT_LEASE_OVER, _core.EVENT_LEASE_ANSWER, _core.EVENT_LEASE_LOST))
 _LISTEN_HINTS: Final = {
     errno.EADDRINUSE: "another process has the port: choose a free one, or port 0 for any",
     errno.EADDRNOTAVAIL: "the address is none of this host's: choose one of them, or 0.0.0.0 or [::] for all",
@@ -207,8 +210,9 @@ class Center:
             self.operations,
             self._tasks,
             Handshaker(runtime, self.own, sessions, self._host_door),
-            self.events.publish,
+            self._publish,
         )
+        self.leases = LeaseBook(runtime, self.node, self.cluster_id, self.links.ready, self.events.publish)
         self._reception = Reception(runtime, self._tasks, config.handshake_timeout, sessions, self.links.serve)
         _centers.add(self)
         at_fork_in_child(self)
@@ -310,8 +314,16 @@ class Center:
     ) -> None:
         if kind == _core.EVENT_CACHE_QUIET:
             self._on_cache_quiet(token)
+        elif kind in _LEASE_EVENTS:
+            self.leases.on_event(kind, peer_id, token, status, nbytes)
         else:
             self.peers.on_event(kind, peer_id, token, status, cache_id, nbytes, opcode)
+
+    def _publish(self, event: Event) -> None:
+        """Publish what the links tell."""
+        self.events.publish(event)
+        if isinstance(event, LinkStateChanged):
+            self.leases.link_changed(event.cluster_id)
 
     # Closing. -----------------------------------------------------------------------------------------------
 
@@ -336,6 +348,7 @@ class Center:
             with Deadline(timeout) as limit:
                 self._reception.close()
                 self.links.stop_linking()
+                self.leases.begin_closing()
                 # Counted, for the engine knows neither those that wait for their cache nor those still to be told.
                 await self._until(
                     lambda: not self.node.pending() and not self.links.unended() and not self.copied.pending
@@ -427,6 +440,7 @@ class Center:
     def _release(self) -> None:
         _centers.discard(self)
         self._host_door.close()
+        self.leases.close()
         self.node.close()
         self._watch.remove_listener(self._nudge)
         self._watch.release()
@@ -480,7 +494,7 @@ class Center:
     def rows(self) -> list[PendingOperation]:
         """Return the rows of `DataDist.dump`."""
         clusters = {peer.id: peer.cluster_id for peer in self.peers}
-        rows = self.operations.rows()
+        rows = self.operations.rows() + self.leases.rows()
         for op, peer, _, opcode, stop, age, done, total, path in self.node.pending():
             copying = path == "local"
             rows.append(

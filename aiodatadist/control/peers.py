@@ -64,6 +64,14 @@ class NativePeer:
         """Reach a cache of the peer. Raises DataDistError."""
         return self._native.import_cache(cache_id, geometry, list(keys))
 
+    def adopt_lease(self, lease_id: int) -> int:
+        """Adopt a lease of the peer; the token of the answer, or 0 if the link has ended."""
+        return 0 if self._disconnected else self._native.adopt_lease(lease_id)
+
+    def release_lease(self, lease_id: int) -> int:
+        """Tell the peer to end a lease; the token of the answer, or 0 if the link has ended."""
+        return 0 if self._disconnected else self._native.release_lease(lease_id)
+
     def _on_short(self) -> None:
         if not self._native.loop_progress():
             self._end_short()
@@ -211,6 +219,7 @@ class NativePeers:
             dialed=session.dialed,
             peer_limit=session.peer.heartbeat_limit,
             exposed=False,
+            cluster_id=session.peer.cluster_id,
         )
         peer = NativePeer(self._runtime, native, session.peer.cluster_id, on_lost)
         self._peers[peer.id] = peer
