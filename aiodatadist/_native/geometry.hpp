@@ -46,8 +46,8 @@ inline uint64_t tensor_extent(const adt_geometry_t &g) {
 // Checks that sizes are positive and that no product overflows.
 bool valid_geometry(const adt_geometry_t &g);
 
-// Checks both sides, refuses a destination named twice, and merges neighbours where both sides are contiguous. In a copy
-// within one cache (`same_cache`) nothing may be source and destination at once: pieces move in any order.
+// Checks both sides, refuses a destination named twice, and merges neighbours where both sides are contiguous. In a
+// copy within one cache (`same_cache`) nothing may be source and destination at once: pieces move in any order.
 // `local_is_destination` says which list may not repeat. `count` is the length of the lists. Where one side is a slot,
 // `size` bytes of it move: piece j of a block's size belongs to entry j of the list, and the last piece is what is
 // left.
