@@ -243,11 +243,12 @@ bool Tcp::turn(int timeout_ms) {
     epoll_event event{};
     const int n = epoll_wait(epoll_.get(), &event, 1, timeout_ms);
     if (n <= 0) return timeout_ms < 0;
-    if (event.data.u64 == 0) return false;
+    const uint64_t id = event.data.u64;  // a copy: the kernel's struct is packed, and no reference may point into it
+    if (id == 0) return false;
     std::shared_ptr<Connection> connection;
     {
         const std::lock_guard<std::mutex> lock(mu_);
-        const auto found = connections_.find(event.data.u64);
+        const auto found = connections_.find(id);
         if (found != connections_.end()) connection = found->second;
     }
     if (connection) work(connection);

@@ -91,7 +91,9 @@ class Reception:
 
     def _on_stream(self, stream: Stream) -> None:
         if len(self._unknown) >= MAX_UNKNOWN:
-            next(iter(self._unknown)).close()
+            oldest = next(iter(self._unknown))
+            del self._unknown[oldest]  # at once: more may come before its task has seen it
+            oldest.close()
         self._unknown[stream] = None
         self._tasks.start(self._sort, stream, name="aiodatadist-preamble")
 
