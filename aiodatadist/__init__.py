@@ -17,7 +17,7 @@ except ModuleNotFoundError as why:
         "aiodatadist is not compiled here; run `pip install -e .` in the checkout, or leave its directory"
     ) from why
 
-from .cache import DEFAULT_TIMEOUT, Cache, CacheManager
+from .cache import CacheManager
 from .config import Config
 from .control.events import EventsLagged, EventStream, NotificationStream
 from .control.leases import Lease
@@ -61,8 +61,11 @@ from .errors import (
     WrongLoopError,
 )
 from .observe import PendingOperation
+from .pool import MemoryPool
+from .registry import DEFAULT_TIMEOUT, Cache
 from .transfer import Progress, Transfer
 from .types import (
+    NO_ID,
     Address,
     BlocksCacheKey,
     CacheAnnounced,
@@ -90,6 +93,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DEFAULT_TIMEOUT",
+    "NO_ID",
     "Address",
     "ArgumentError",
     "ArgumentTypeError",
@@ -134,6 +138,7 @@ __all__ = [
     "LinkState",
     "LinkStateChanged",
     "LinkTimeout",
+    "MemoryPool",
     "MemoryStillExposed",
     "NotLinkedError",
     "Notification",

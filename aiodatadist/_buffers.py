@@ -11,13 +11,15 @@ array ``[blocks, 2, ...]`` is fine. Within a block the memory must be contiguous
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
-from .errors import ArgumentError, ArgumentTypeError, CacheMismatch, TransportUnavailable
+from . import _core
+from .errors import ArgumentError, ArgumentTypeError, CacheMismatch, RegistrationError, TransportUnavailable
 from .types import (
     DTYPE_SIZES,
     U32_MAX,
@@ -30,7 +32,7 @@ from .types import (
     dtype_name,
 )
 
-__all__ = ["BufferView", "collect", "view_of"]
+__all__ = ["BufferView", "check_mapped", "collect", "view_of"]
 
 _HINT_LAYOUT: Final = "only dimension 0 may have gaps; make the blocks C-contiguous before registering"
 _HINT_KINDS: Final = (
@@ -563,3 +565,55 @@ def collect(tensors: object, desc: CacheDesc | None = None) -> tuple[list[Buffer
     geometry = Geometry.of(first.dtype, first.shape, len(views), stride=first.stride)
     _require_disjoint(views)
     return views, geometry
+
+
+def check_mapped(views: Sequence[BufferView], *, writable: bool) -> bool:
+    """Refuse raw addresses that are not mapped, instead of dying of them in a copy thread; True if one is read-only.
+
+    The kernel's list of mappings covers every page and its permissions; reading the first and the last byte by
+    process_vm on oneself finds file mappings cut short. Neither touches the memory in a way that could crash.
+    """
+    raw = [(index, view) for index, view in enumerate(views) if view.owner is None]
+    if not raw:
+        return False
+    readable, writeable = _mappings()
+    read_only = False
+    for index, view in raw:
+        gap = _first_gap(view, writeable if writable else readable)
+        read_only |= _first_gap(view, writeable) is not None
+        edges = (view.address, view.address + view.nbytes - 1)
+        if gap is not None or any(_core.readable(os.getpid(), edge, 1) for edge in edges):
+            raise RegistrationError(
+                f"tensor {index}: {view.nbytes} bytes at {view.address:#x} are not mapped "
+                f"{'writable' if writable else 'readable'} in this process"
+                + (f" (from {gap:#x} on)" if gap is not None else ""),
+                hint="give the address of live memory, and check shape and dtype of the CacheDesc",
+            )
+    return read_only
+
+
+def _first_gap(view: BufferView, mapped: list[tuple[int, int]]) -> int | None:
+    """Return the first address of a view outside the mappings, which are in rising order."""
+    at = view.address
+    for start, stop in mapped:
+        if start <= at < stop:
+            at = stop
+            if at >= view.address + view.nbytes:
+                return None
+    return at
+
+
+def _mappings() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return this process's mappings that can be read, and those that can be read and written."""
+    readable = []
+    writable = []
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            span, permissions, *_ = line.split(maxsplit=2)
+            if "r" not in permissions:
+                continue
+            start, stop = (int(edge, 16) for edge in span.split("-"))
+            readable.append((start, stop))
+            if "w" in permissions:
+                writable.append((start, stop))
+    return readable, writable

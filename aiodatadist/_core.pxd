@@ -107,8 +107,12 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
         uint64_t slot
         uint64_t offset
 
-    CBlockFault make_runs(
+    uint64_t bytes_a_tensor(
         const CSelection &local, const CSelection &remote, size_t count, uint64_t size,
+        const adt_geometry_t &local_geometry, const adt_geometry_t &remote_geometry)
+
+    CBlockFault make_runs(
+        const CSelection &local, const CSelection &remote, size_t count, uint64_t bytes,
         const adt_geometry_t &local_geometry, const adt_geometry_t &remote_geometry, cbool local_is_destination,
         cbool same_cache, vector[CRun] &out) except +
 
@@ -299,6 +303,12 @@ cdef class Region:
     cdef CRegion *region
     cdef Py_ssize_t shape[1]
     cdef Py_ssize_t strides[1]
+
+cdef class Span:
+    cdef object __weakref__
+    cdef Region region
+    cdef size_t offset
+    cdef Py_ssize_t shape[1]
 
 cdef class Secret:
     cdef CSecret *secret

@@ -12,6 +12,7 @@ EVENT_LEASE_ANSWER: int
 EVENT_LEASE_LOST: int
 READ: int
 WRITE: int
+WHOLE: int
 debug: bool
 
 class _Driven(Protocol):
@@ -47,6 +48,11 @@ class Region:
     @property
     def size(self) -> int: ...
     def populate(self, limit: int) -> None: ...
+
+@final
+class Span:
+    def __new__(cls, region: Region, offset: int, nbytes: int) -> Self: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
 class Engine:

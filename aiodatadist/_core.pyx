@@ -50,6 +50,7 @@ EVENT_LEASE_ANSWER = <int>CEventKind.lease_answer
 EVENT_LEASE_LOST = <int>CEventKind.lease_lost
 READ = <int>ADT_READ
 WRITE = <int>ADT_WRITE
+WHOLE = 2**64 - 1
 
 debug = bool(kDebugBuild)
 
@@ -182,6 +183,21 @@ cdef class Region:
                 if not self.region.populate(at, step):
                     break
                 at += step
+
+
+@cython.final
+cdef class Span:
+    """A part of a region. Exports its bytes as a writable buffer; an array over it keeps it alive."""
+
+    def __cinit__(self, Region region, size_t offset, size_t nbytes):
+        if nbytes == 0 or offset > region.region.bytes() or nbytes > region.region.bytes() - offset:
+            raise ArgumentError(f"{nbytes} bytes at {offset} of a region of {region.region.bytes()}")
+        self.region = region
+        self.offset = offset
+        self.shape[0] = <Py_ssize_t>nbytes
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        PyBuffer_FillInfo(buffer, self, self.region.region.base() + self.offset, self.shape[0], 0, flags)
 
 
 @cython.final
@@ -741,7 +757,10 @@ cdef bint read_block_buffer(object blocks, vector[int64_t] &out, str name) excep
 
 @cython.final
 cdef class Slot:
-    """A part of one entry of dimension 0, as one side of a transfer: `nbytes` from `offset` on, in each tensor."""
+    """A part of one entry of dimension 0, as one side of a transfer: `nbytes` from `offset` on, in each tensor.
+
+    `WHOLE` bytes are what the entry holds, as far as a list of blocks on the other side reaches.
+    """
 
     def __cinit__(self, uint64_t index, uint64_t offset, uint64_t nbytes):
         self.index = index
@@ -791,7 +810,9 @@ cdef block_error(const CBlockFault &fault, int opcode, local_blocks, remote_bloc
     local_name, remote_name = ("src_blocks", "dst_blocks") if opcode == ADT_WRITE else ("dst_blocks", "src_blocks")
     at, value = fault.position, fault.value
     if fault.kind == 4:
-        return BlockIndexError(f"{value} bytes do not fit the slot, or are not what the list of blocks holds",
+        return BlockIndexError(f"{value} bytes of a batch slot reach beyond its end", hint="give a smaller size")
+    if fault.kind == 5:
+        return BlockIndexError(f"the list has {at} blocks, and what is moved of the batch slot fills {value}",
                                hint="give one block for each piece of the slot")
     if fault.kind == 1:
         return BlockIndexError(f"{local_name}[{at}]={value} is outside {here} 0..{local_blocks - 1}",
@@ -799,7 +820,7 @@ cdef block_error(const CBlockFault &fault, int opcode, local_blocks, remote_bloc
     if fault.kind == 2:
         return BlockIndexError(f"{remote_name}[{at}]={value} is outside {there} 0..{remote_blocks - 1}",
                                hint=f"give indices below the {'cache' if copying else 'peer'}'s number of blocks")
-    if fault.kind == 5:
+    if fault.kind == 6:
         return BlockIndexError(f"block {value} is source and destination of one copy, whose order is not defined",
                                hint="split it into copies that are awaited one after the other")
     return BlockIndexError(f"dst_blocks[{at}]={value} is named twice", hint="each destination may appear once")
@@ -820,7 +841,8 @@ def checked_sides(int opcode, local_side, remote_side, local_geometry, remote_ge
     here.num_tensors, here.num_blocks, here.block_bytes, here.block_stride = local_geometry
     there.num_tensors, there.num_blocks, there.block_bytes, there.block_stride = remote_geometry
     read_sides(opcode, local_side, remote_side, local, remote, request)
-    fault = make_runs(request.local_side, request.remote_side, request.count, request.size, here, there,
+    nbytes = bytes_a_tensor(request.local_side, request.remote_side, request.count, request.size, here, there)
+    fault = make_runs(request.local_side, request.remote_side, request.count, nbytes, here, there,
                       opcode == ADT_READ, same_cache, runs)
     if fault.kind != 0:
         raise block_error(fault, opcode, here.num_blocks, there.num_blocks, copying)

@@ -21,7 +21,8 @@ from .transfer import Transfer
 from .types import as_integer
 
 if TYPE_CHECKING:
-    from .cache import Cache, CacheManager
+    from .cache import CacheManager
+    from .registry import Cache
 
 __all__ = ["BlockPairs", "Copies"]
 
@@ -159,7 +160,7 @@ class Copies:
             timer = runtime.call_later(seconds, transfer._told, late)
         transfer._bytes_done = 0
         waiting = self._manager._waiting
-        waiting[transfer] = ("waiting for the registration of its caches", runtime.now())
+        waiting.add(transfer, "waiting for the registration of its caches")
         registrations = [cache._registered for cache in ((dst,) if dst is src else (dst, src))]
 
         def begin(_: asyncio.Future[None]) -> None:
@@ -167,7 +168,7 @@ class Copies:
             error = next((why for registration in ended if (why := registration.exception()) is not None), None)
             if error is None and len(ended) < len(registrations):
                 return
-            if waiting.pop(transfer, None) is None:
+            if not waiting.remove(transfer):
                 return  # told by the other's end
             if timer is not None:
                 timer.cancel()

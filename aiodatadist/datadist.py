@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex
 
 from . import _core
 from ._loop import Runtime
-from .cache import DEFAULT_TIMEOUT, CacheManager, Timeout, seconds_of
+from .cache import CacheManager
 from .config import Config
 from .control.center import Center, State
 from .errors import (
@@ -21,6 +21,7 @@ from .errors import (
     WrongLoopError,
 )
 from .observe import PendingOperation
+from .registry import DEFAULT_TIMEOUT, Timeout, seconds_of
 from .types import Address, ClusterInfo, Role, as_integer, parse_address
 
 if TYPE_CHECKING:

@@ -121,7 +121,7 @@ async def test_a_transfer_that_waited_for_its_cache_ends_whatever_goes_wrong(mon
         mine = pair.user.cache_manager.register_blocks_cache(pattern(2, (4, 64)))
         pull = pair.user.cache_manager.pull_blocks(KEY, mine, [0], [1])
         with monkeypatch.context() as patched:
-            patched.setattr(pair.user.cache_manager, "_check_pair", no_memory)
+            patched.setattr(pair.user.cache_manager, "_pair", no_memory)
             await mine.ready()
             await asyncio.sleep(0)
         assert pull.done()

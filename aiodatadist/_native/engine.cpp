@@ -423,13 +423,15 @@ SubmitResult Engine::submit(const TransferRequest &request) {
         result.status = ADT_ERR_GEOMETRY;
         return result;
     }
-    result.fault = make_runs(request.local_side, request.remote_side, request.count, request.size, lg, rg,
+    const uint64_t bytes_each =
+        bytes_a_tensor(request.local_side, request.remote_side, request.count, request.size, lg, rg);
+    result.fault = make_runs(request.local_side, request.remote_side, request.count, bytes_each, lg, rg,
                              request.opcode == ADT_READ, request.remote->here == request.local, runs);
     if (result.fault.kind != BlockFault::none) {
         result.status = ADT_ERR_BOUNDS;
         return result;
     }
-    const uint64_t bytes = (slots ? request.size : request.count * lg.block_bytes) * request.num_tensors;
+    const uint64_t bytes = bytes_each * request.num_tensors;
     const Node &node = *request.remote->peer->node;
     if (request.allow_inline && bytes <= node.inline_bytes && (bytes == 0 || request.remote->path.can_execute != 0)) {
         return execute_inline(request, bytes, runs);

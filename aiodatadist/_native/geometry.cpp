@@ -72,9 +72,8 @@ BlockFault check(const Selection &local, const Selection &remote, size_t count, 
     if (local.is_slot && remote.is_slot) return {};
     if (local.is_slot || remote.is_slot) {
         const uint64_t piece = local.is_slot ? remote_geometry.block_bytes : local_geometry.block_bytes;
-        if (count != size / piece + (size % piece != 0 ? 1 : 0)) {
-            return {BlockFault::size, 0, static_cast<int64_t>(size)};
-        }
+        const uint64_t pieces = size / piece + (size % piece != 0 ? 1 : 0);
+        if (count != pieces) return {BlockFault::count, count, static_cast<int64_t>(pieces)};
     }
     // One bit a destination block finds repeats in O(blocks); a list in rising order needs none of it.
     const Selection &into = local_is_destination ? local : remote;
@@ -145,34 +144,49 @@ bool valid_geometry(const adt_geometry_t &g) {
     return !__builtin_mul_overflow(extent, uint64_t{g.num_tensors}, &all) && all <= uint64_t{INT64_MAX};
 }
 
-BlockFault make_runs(const Selection &local, const Selection &remote, size_t count, uint64_t size,
+uint64_t bytes_a_tensor(const Selection &local, const Selection &remote, size_t count, uint64_t size,
+                        const adt_geometry_t &local_geometry, const adt_geometry_t &remote_geometry) {
+    if (!local.is_slot && !remote.is_slot) return count * local_geometry.block_bytes;
+    if (size != kWhole) return size;
+    const auto holds = [](const Selection &side, const adt_geometry_t &g) {
+        return g.block_bytes - std::min(side.offset, g.block_bytes);
+    };
+    if (!remote.is_slot) {
+        const uint64_t all = holds(local, local_geometry);
+        return count > all / remote_geometry.block_bytes ? all : count * remote_geometry.block_bytes;
+    }
+    const uint64_t all = holds(remote, remote_geometry);
+    if (local.is_slot) return std::min(all, holds(local, local_geometry));
+    return count > all / local_geometry.block_bytes ? all : count * local_geometry.block_bytes;
+}
+
+BlockFault make_runs(const Selection &local, const Selection &remote, size_t count, uint64_t bytes,
                      const adt_geometry_t &local_geometry, const adt_geometry_t &remote_geometry,
                      bool local_is_destination, bool same_cache, std::vector<Run> &out) {
     out.clear();
-    BlockFault fault = check(local, remote, count, size, local_geometry, remote_geometry, local_is_destination);
+    BlockFault fault = check(local, remote, count, bytes, local_geometry, remote_geometry, local_is_destination);
     if (fault.kind == BlockFault::none && same_cache) {
-        fault = find_reuse(local_is_destination ? remote : local, local_is_destination ? local : remote, count, size,
+        fault = find_reuse(local_is_destination ? remote : local, local_is_destination ? local : remote, count, bytes,
                            local_geometry.num_blocks);
     }
     if (fault.kind != BlockFault::none) return fault;
     if (local.is_slot && remote.is_slot) {
-        if (size > 0) {
+        if (bytes > 0) {
             out.push_back({local.slot * local_geometry.block_stride + local.offset,
-                           remote.slot * remote_geometry.block_stride + remote.offset, size});
+                           remote.slot * remote_geometry.block_stride + remote.offset, bytes});
         }
         return {};
     }
     // A slot is one piece of memory; blocks are where none of the lists' sides has gaps.
     const bool merge = (local.is_slot || contiguous(local_geometry)) && (remote.is_slot || contiguous(remote_geometry));
     const uint64_t piece = local.is_slot ? remote_geometry.block_bytes : local_geometry.block_bytes;
-    const uint64_t total = local.is_slot || remote.is_slot ? size : count * piece;
     const auto offset = [piece](const Selection &side, const adt_geometry_t &g, size_t i) {
         return side.is_slot ? side.slot * g.block_stride + side.offset + i * piece
                             : static_cast<uint64_t>(side.blocks[i]) * g.block_stride;
     };
     uint64_t done = 0;
     for (size_t i = 0; i < count; ++i) {
-        const uint64_t length = std::min(piece, total - done);
+        const uint64_t length = std::min(piece, bytes - done);
         const uint64_t l = offset(local, local_geometry, i);
         const uint64_t r = offset(remote, remote_geometry, i);
         done += length;

@@ -26,9 +26,12 @@ struct Selection {
     uint64_t offset = 0;  // bytes from the start of the slot
 };
 
+// As a size: what the slot holds, as far as the list of blocks on the other side reaches.
+constexpr uint64_t kWhole = UINT64_MAX;
+
 // Why a selection was refused: which side, at which position of a list, and the value found there.
 struct BlockFault {
-    enum Kind : int { none = 0, local_range, remote_range, duplicate, size, reused };
+    enum Kind : int { none = 0, local_range, remote_range, duplicate, size, count, reused };
     Kind kind = none;
     size_t position = 0;
     int64_t value = 0;
@@ -46,12 +49,16 @@ inline uint64_t tensor_extent(const adt_geometry_t &g) {
 // Checks that sizes are positive and that no product overflows.
 bool valid_geometry(const adt_geometry_t &g);
 
-// Checks both sides, refuses a destination named twice, and merges neighbours where both sides are contiguous. In a
-// copy within one cache (`same_cache`) nothing may be source and destination at once: pieces move in any order.
-// `local_is_destination` says which list may not repeat. `count` is the length of the lists. Where one side is a slot,
-// `size` bytes of it move: piece j of a block's size belongs to entry j of the list, and the last piece is what is
-// left.
-BlockFault make_runs(const Selection &local, const Selection &remote, size_t count, uint64_t size,
+// Bytes of each tensor that a transfer moves. `size` counts where a side is a slot.
+uint64_t bytes_a_tensor(const Selection &local, const Selection &remote, size_t count, uint64_t size,
+                        const adt_geometry_t &local_geometry, const adt_geometry_t &remote_geometry);
+
+// Checks both sides, refuses a destination named twice, and merges neighbours where both sides are contiguous.
+// In a copy within one cache (`same_cache`) nothing may be source and destination at once: pieces move in any order.
+// `local_is_destination` says which list may not repeat. `count` is the length of the lists, and
+// `bytes` what `bytes_a_tensor` said. Where one side is a slot, piece j of a block's size belongs to entry j of the
+// list, and the last piece is what is left.
+BlockFault make_runs(const Selection &local, const Selection &remote, size_t count, uint64_t bytes,
                      const adt_geometry_t &local_geometry, const adt_geometry_t &remote_geometry,
                      bool local_is_destination, bool same_cache, std::vector<Run> &out);
 

@@ -28,11 +28,22 @@ from ..errors import (
     ProtocolError,
 )
 from ..observe import Counters, get_logger
-from ..types import CacheAnnounced, CacheGone, Event, LinkPath, LinkState, Notification, PeerChanged, Role
+from ..types import (
+    CacheAnnounced,
+    CacheGone,
+    CacheKey,
+    Event,
+    Key,
+    LinkPath,
+    LinkState,
+    Notification,
+    PeerChanged,
+    Role,
+)
 from . import wire
 from .handshake import refusal_error
 from .peers import NativePeer, NativePeers
-from .table import Delta, LocalRecord, LocalTable, RemoteEntry, RemoteKey, RemoteTable, wire_geometry
+from .table import Delta, LocalRecord, LocalTable, RemoteEntry, RemoteKey, RemoteTable, wire_geometry, wire_slots
 from .waiting import Waiting
 
 if TYPE_CHECKING:
@@ -50,6 +61,8 @@ _UNSENT_MOST: Final = 256 * 1024
 """Bytes of control messages that wait for room before nothing more is put in front of them."""
 _NOTIFY_OVERHEAD: Final = 64
 """Bytes of a message around its notification, at most."""
+_SLOTS_MOST: Final = 4096
+"""Slots that one message names as gone."""
 _WORK_SECONDS: Final = 0.001
 """Handling received messages yields to the loop after so much time."""
 
@@ -99,6 +112,8 @@ class Link:
         Addresses that the peer names; empty while it does not listen.
     table : dict
         The peer's caches by key. Empty when the link has ended.
+    slots : dict
+        Entry and batch slot of each key that names a request or a prefix. Empty when the link has ended.
     error : DataDistError or None
         Why the link ended.
     notify_max_bytes : int
@@ -143,6 +158,8 @@ class Link:
         self._feed = owner.table.feed(self._wake.set)
         self._remote = RemoteTable(self, self.cluster_id, self._native.import_cache)
         self.table: dict[RemoteKey, RemoteEntry] = self._remote.by_key
+        self.slots: dict[CacheKey, tuple[RemoteEntry, int]] = self._remote.by_slot_key
+        self._pulled: dict[tuple[int, int, int, int], None] = {}
 
     def __repr__(self) -> str:
         return f"<Link to cluster {self.cluster_id}: {self.state}, epoch {self.epoch}, {self.path.transport}>"
@@ -330,6 +347,10 @@ class Link:
             case wire.CacheWithdraw():
                 entry = self._remote.withdraw(message)
                 self._owner.publish(CacheGone(self.cluster_id, entry.cache_id))
+            case wire.SlotsGone():
+                self._remote.slots_gone(message)
+            case wire.SlotPulled() if self._peer_ready:
+                self._owner.table.on_pulled(message.cache_id, message.slot, message.tensor, message.count)
             case wire.TableEnd() if not self._table_known:
                 self._table_known = True
                 self._channel.send(wire.Ready())
@@ -429,6 +450,11 @@ class Link:
             self._granted += owed
             self._channel.send(wire.NotifyCredit(count=owed))
             return True
+        if self._pulled:
+            pulled, self._pulled = self._pulled, {}
+            for cache_id, slot, tensor, count in pulled:
+                self._channel.send(wire.SlotPulled(cache_id=cache_id, slot=slot, tensor=tensor, count=count))
+            return True
         while self._notifications and self._credits:
             payload, told = self._notifications.popleft()
             if not told.done():
@@ -460,6 +486,11 @@ class Link:
         record = delta.record
         if record is None:
             self._channel.send(wire.CacheWithdraw(version=delta.version, cache_id=delta.cache_id))
+            return
+        if delta.gone is not None:
+            for at in range(0, len(delta.gone), _SLOTS_MOST):
+                slots = delta.gone[at : at + _SLOTS_MOST]
+                self._channel.send(wire.SlotsGone(version=delta.version, cache_id=delta.cache_id, slots=slots))
             return
         exported: list[wire.ExportedKey] = []
         copies: list[int] = []
@@ -504,12 +535,36 @@ class Link:
                 access=record.access,
                 geometry=wire_geometry(record.geometry),
                 keys=exported,
+                slots=wire_slots(record.slots),
+                counted=record.counted,
             )
         )
 
     def _tell_changes(self) -> None:
         """Tell the peer of another role or address, when there is room."""
         self._wake.set()
+
+    # Caches that the peer has not announced yet. ------------------------------------------------------------
+
+    def wait_for_key(self, key: Key) -> asyncio.Future[None]:
+        """Return a future that is done when the peer announces a cache under this key, or the link has ended.
+
+        Cancelling it ends the wait.
+        """
+        announced = self._runtime.future()
+        if self.error is not None:
+            announced.set_result(None)
+        else:
+            self._remote.want(key, announced)
+        return announced
+
+    # Pulls that the peer counts. ----------------------------------------------------------------------------
+
+    def tell_pulled(self, cache_id: int, slot: int, tensor: int, count: int) -> None:
+        """Tell the owner that tensors of a counted slot were pulled. What waits to be told is bounded by its slots."""
+        if self.error is None and not self._unlinking:
+            self._pulled[cache_id, slot, tensor, count] = None
+            self._wake.set()
 
     # Notifications. -----------------------------------------------------------------------------------------
 
@@ -541,6 +596,7 @@ class Link:
         elif (
             self._credits
             and not self._notifications
+            and not self._pulled
             and self.state is LinkState.READY
             and self._channel.stream.unsent <= _UNSENT_MOST
         ):

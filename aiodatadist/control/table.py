@@ -9,18 +9,29 @@ before it was sent costs nothing, so a slow peer holds at most one entry for eac
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from ..errors import ArgumentError, ArgumentTypeError, DataDistError, InternalError, ProtocolError
-from ..types import BlocksCacheKey, CacheKeyByIdAndIndex, Geometry
+from ..types import NO_ID, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, Geometry, Key
 from . import wire
 
 if TYPE_CHECKING:
+    import asyncio
+
     from .. import _core
     from .links import Link
 
-__all__ = ["Delta", "LocalRecord", "LocalTable", "RemoteEntry", "RemoteTable", "TableFeed", "wire_geometry"]
+__all__ = [
+    "Delta",
+    "LocalRecord",
+    "LocalTable",
+    "RemoteEntry",
+    "RemoteTable",
+    "TableFeed",
+    "wire_geometry",
+    "wire_slots",
+]
 
 MAX_REMOTE_CACHES: Final = 65536
 """Caches that one peer may have announced at a time."""
@@ -42,6 +53,10 @@ class LocalRecord:
     access : str
         What peers may do, ``"r"`` or ``"rw"``.
     native : _core.LocalCache
+    slots : dict
+        The key of each batch slot that has one, as it is now.
+    counted : bool
+        Peers tell when they have pulled a slot by its request.
     """
 
     cache_id: int
@@ -49,6 +64,8 @@ class LocalRecord:
     geometry: Geometry
     access: Access
     native: _core.LocalCache
+    slots: Mapping[int, CacheKey] = field(default_factory=dict)
+    counted: bool = False
 
     def __str__(self) -> str:
         named = f" of model {self.key.model_id}" if self.key is not None else ""
@@ -65,11 +82,14 @@ class Delta(NamedTuple):
     cache_id : int
     record : LocalRecord or None
         None: the cache is withdrawn.
+    gone : list of int or None
+        The peer knows the cache, and these slots have lost their keys.
     """
 
     version: int
     cache_id: int
     record: LocalRecord | None
+    gone: list[int] | None = None
 
 
 class LocalTable:
@@ -79,10 +99,13 @@ class LocalTable:
     ----------
     version : int
         Grows by one with each change.
+    on_pulled : callable
+        ``(cache_id, slot, tensor, count)``: a peer has pulled tensors of a slot whose pulls are counted.
     """
 
     def __init__(self) -> None:
         self.version = 0
+        self.on_pulled: Callable[[int, int, int, int], None] = lambda *_: None
         self._records: dict[int, LocalRecord] = {}
         self._feeds: dict[TableFeed, None] = {}
 
@@ -99,6 +122,15 @@ class LocalTable:
         self._records[record.cache_id] = record
         for feed in tuple(self._feeds):
             feed._changed(Delta(self.version, record.cache_id, record))
+
+    def slot_gone(self, cache_id: int, slot: int) -> None:
+        """Tell all links that a slot has lost its key. The record's `slots` no longer has it."""
+        record = self._records.get(cache_id)
+        if record is None:
+            return  # not announced yet, or withdrawn
+        self.version += 1
+        for feed in tuple(self._feeds):
+            feed._slot_gone(Delta(self.version, cache_id, record, [slot]))
 
     def remove(self, cache_id: int) -> None:
         """Withdraw a cache from all links. An unknown id is no error: the cache was never announced."""
@@ -157,6 +189,19 @@ class TableFeed:
         if idle:
             self._wake()
 
+    def _slot_gone(self, delta: Delta) -> None:
+        idle = not self._pending
+        unsent = self._pending.pop(delta.cache_id, None)
+        if unsent is None:
+            self._pending[delta.cache_id] = delta
+        else:
+            # One that is not announced yet will be announced without the key.
+            if unsent.gone is not None and delta.gone is not None:
+                unsent.gone.extend(delta.gone)
+            self._pending[delta.cache_id] = unsent._replace(version=delta.version)
+        if idle:
+            self._wake()
+
     def take(self) -> Delta | None:
         """Return the oldest change that was not taken yet."""
         for cache_id in self._pending:
@@ -185,6 +230,16 @@ def wire_geometry(geometry: Geometry) -> wire.WireGeometry:
         block_bytes=geometry.block_bytes,
         stride=geometry.stride,
     )
+
+
+def wire_slots(slots: Mapping[int, CacheKey]) -> list[wire.SlotKey]:
+    """Return the keys of slots as they travel."""
+    return [
+        wire.SlotKey(slot=slot, model_id=key.model_id, prefix_id=key.prefix_id)
+        if key.prefix_id != NO_ID
+        else wire.SlotKey(slot=slot, model_id=key.model_id, req_id=key.req_id)
+        for slot, key in slots.items()
+    ]
 
 
 def _read_geometry(sent: wire.WireGeometry) -> Geometry:
@@ -219,9 +274,13 @@ class RemoteEntry:
     pairs : dict
         By local cache id; kept by the cache manager, emptied when the entry ends.
     link : Link
+    slots : dict
+        The key of each batch slot that has one.
+    counted : bool
+        The owner wants to hear of pulls by request.
     """
 
-    __slots__ = ("access", "cache_id", "error", "geometry", "key", "link", "native", "pairs")
+    __slots__ = ("access", "cache_id", "counted", "error", "geometry", "key", "link", "native", "pairs", "slots")
 
     def __init__(
         self, link: Link, cache_id: int, key: BlocksCacheKey | None, geometry: Geometry, access: Access
@@ -234,6 +293,8 @@ class RemoteEntry:
         self.native: _core.RemoteCache | None = None
         self.error: DataDistError | None = None
         self.pairs: dict[int, Any] = {}
+        self.slots: dict[int, CacheKey] = {}
+        self.counted = False
 
     def __repr__(self) -> str:
         reached = self.native.path if self.native is not None else f"unreachable: {self.error}"
@@ -243,6 +304,12 @@ class RemoteEntry:
         self.pairs.clear()
         if self.native is not None:
             self.native.release()
+
+
+def _wake(waiting: Sequence[asyncio.Future[None]]) -> None:
+    for future in waiting:
+        if not future.done() and not future.get_loop().is_closed():
+            future.set_result(None)
 
 
 ImportKeys = Sequence[tuple[str, bytes, int]]
@@ -264,6 +331,8 @@ class RemoteTable:
     by_key : dict
         Each entry under `CacheKeyByIdAndIndex` with batch index 0, and under its own key if it has one. The
         cache manager's hot path looks entries up here.
+    by_slot_key : dict
+        Entry and slot of each batch slot that has a key; keys name either a request or a prefix.
     version : int
         Version of the peer's table, as far as it was told.
     """
@@ -279,6 +348,8 @@ class RemoteTable:
         self._import = import_cache
         self._entries: dict[int, RemoteEntry] = {}
         self.by_key: dict[RemoteKey, RemoteEntry] = {}
+        self.by_slot_key: dict[CacheKey, tuple[RemoteEntry, int]] = {}
+        self._wanted: dict[Key, list[asyncio.Future[None]]] = {}
         self.version = 0
 
     def __len__(self) -> int:
@@ -318,6 +389,8 @@ class RemoteTable:
         geometry = _read_geometry(message.geometry)
         access: Access = "rw" if message.access == "rw" else "r"
         entry = RemoteEntry(self._link, cache_id, key, geometry, access)
+        entry.counted = message.counted
+        slots = self._read_slots(entry, message.slots)
         shape = (geometry.num_tensors, geometry.num_blocks, geometry.block_bytes, geometry.stride)
         try:
             entry.native = self._import(cache_id, shape, keys)
@@ -328,7 +401,56 @@ class RemoteTable:
         self.by_key[CacheKeyByIdAndIndex(self._cluster_id, cache_id, 0)] = entry
         if key is not None:
             self.by_key[key] = entry
+        entry.slots = slots
+        self.by_slot_key.update((name, (entry, slot)) for slot, name in slots.items())
+        if self._wanted:
+            for name in (CacheKeyByIdAndIndex(self._cluster_id, cache_id, 0), key, *slots.values()):
+                if name is not None:
+                    _wake(self._wanted.get(name, ()))
         return entry
+
+    def want(self, key: Key, announced: asyncio.Future[None]) -> None:
+        """Have a future done when a cache is announced under `key`, or the table is cleared."""
+        self._wanted.setdefault(key, []).append(announced)
+
+        def forget(_: asyncio.Future[None]) -> None:
+            waiting = self._wanted.get(key, [])
+            waiting.remove(announced)
+            if not waiting:
+                self._wanted.pop(key, None)
+
+        announced.add_done_callback(forget)
+
+    def slots_gone(self, message: wire.SlotsGone) -> None:
+        """Take in that slots have lost their keys.
+
+        Raises
+        ------
+        ProtocolError
+            The peer never announced the cache.
+        """
+        self._advance(message.version, same=True)
+        entry = self._entries.get(message.cache_id)
+        if entry is None:
+            raise ProtocolError(f"the peer changed cache {message.cache_id}, which it never announced")
+        for slot in message.slots:
+            # One that went while its cache was being announced was never known here.
+            key = entry.slots.pop(slot, None)
+            if key is not None:
+                del self.by_slot_key[key]
+
+    def _read_slots(self, entry: RemoteEntry, sent: Sequence[wire.SlotKey]) -> dict[int, CacheKey]:
+        slots: dict[int, CacheKey] = {}
+        for item in sent:
+            if item.slot >= entry.geometry.num_blocks or item.slot in slots:
+                raise ProtocolError(f"the peer announced slot {item.slot} of cache {entry.cache_id} wrongly")
+            if (item.req_id is None) == (item.prefix_id is None) or NO_ID in (item.req_id, item.prefix_id):
+                raise ProtocolError("the peer announced a slot that is named by neither a request nor a prefix")
+            request, prefix = (NO_ID if number is None else number for number in (item.req_id, item.prefix_id))
+            slots[item.slot] = CacheKey(self._cluster_id, request, item.model_id, prefix)
+        if len(set(slots.values())) != len(slots) or any(key in self.by_slot_key for key in slots.values()):
+            raise ProtocolError(f"the peer announced a slot key twice for cache {entry.cache_id}")
+        return slots
 
     def withdraw(self, message: wire.CacheWithdraw) -> RemoteEntry:
         """Drop an entry.
@@ -350,8 +472,11 @@ class RemoteTable:
         entries = list(self._entries.values())
         self._entries.clear()
         self.by_key.clear()
+        self.by_slot_key.clear()
         for entry in entries:
             entry._end()
+        for waiting in self._wanted.values():
+            _wake(waiting)
         return entries
 
     def _advance(self, version: int, *, same: bool) -> None:
@@ -363,4 +488,6 @@ class RemoteTable:
         self.by_key.pop(CacheKeyByIdAndIndex(self._cluster_id, entry.cache_id, 0), None)
         if entry.key is not None:
             self.by_key.pop(entry.key, None)
+        for key in entry.slots.values():
+            self.by_slot_key.pop(key, None)
         entry._end()

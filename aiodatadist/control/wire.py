@@ -50,6 +50,9 @@ __all__ = [
     "Ready",
     "RefusalKind",
     "Refused",
+    "SlotKey",
+    "SlotPulled",
+    "SlotsGone",
     "TableEnd",
     "Unlink",
     "UnlinkAck",
@@ -362,6 +365,25 @@ class ExportedKey(msgspec.Struct, frozen=True, kw_only=True):
     fd: _U64 = 0
 
 
+class SlotKey(msgspec.Struct, frozen=True, kw_only=True):
+    """Names a batch slot by a request, or by a prefix; one of both ids is there.
+
+    Parameters
+    ----------
+    slot : int
+    model_id : int
+    req_id, prefix_id : int or None
+    """
+
+    slot: _U32
+    model_id: _U64
+    req_id: _U64 | None = None
+    prefix_id: _U64 | None = None
+
+
+_SlotKeys = Annotated[list[SlotKey], msgspec.Meta(max_length=65536)]
+
+
 class CacheAnnounce(Message, frozen=True, kw_only=True, tag=7):
     """A cache is ready and may be used.
 
@@ -377,6 +399,10 @@ class CacheAnnounce(Message, frozen=True, kw_only=True, tag=7):
     geometry : WireGeometry
     keys : list of ExportedKey
         Best first.
+    slots : list of SlotKey
+        Keys of its batch slots.
+    counted : bool
+        The owner counts pulls of slots that are named by a request: `SlotPulled` tells it of each that ended well.
     """
 
     version: _U64
@@ -385,6 +411,8 @@ class CacheAnnounce(Message, frozen=True, kw_only=True, tag=7):
     access: Annotated[str, msgspec.Meta(pattern="^rw?$")]
     geometry: WireGeometry
     keys: Annotated[list[ExportedKey], msgspec.Meta(max_length=32)]
+    slots: _SlotKeys = []
+    counted: bool = False
 
 
 class CacheWithdraw(Message, frozen=True, kw_only=True, tag=8):
@@ -471,6 +499,39 @@ class Changed(Message, frozen=True, kw_only=True, tag=15):
     listen: Annotated[list[_Host], msgspec.Meta(max_length=32)]
 
 
+class SlotsGone(Message, frozen=True, kw_only=True, tag=16):
+    """Slots of an announced cache have lost their keys.
+
+    Parameters
+    ----------
+    version : int
+        As in CacheAnnounce.
+    cache_id : int
+    slots : list of int
+    """
+
+    version: _U64
+    cache_id: _I64
+    slots: Annotated[list[_U32], msgspec.Meta(max_length=65536)]
+
+
+class SlotPulled(Message, frozen=True, kw_only=True, tag=17):
+    """The sender has pulled tensors of a slot of the receiver's, which counts such pulls.
+
+    Parameters
+    ----------
+    cache_id : int
+    slot : int
+    tensor, count : int
+        The first tensor, and how many.
+    """
+
+    cache_id: _I64
+    slot: _U32
+    tensor: _U32
+    count: _U32
+
+
 AnyMessage = (
     Hello
     | HelloReply
@@ -489,6 +550,8 @@ AnyMessage = (
     | Challenge
     | Proof
     | Changed
+    | SlotsGone
+    | SlotPulled
 )
 
 _encoder: Final = msgspec.msgpack.Encoder()
