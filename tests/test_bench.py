@@ -257,14 +257,24 @@ def test_wrong_data_is_noticed(
 
 
 @measures
+@pytest.mark.parametrize(
+    ("subject", "path", "method", "limit"),
+    [
+        ("bandwidth", "shm-process_vm", "process_vm", "process_vm_readv, 1 thread, 1 iovec"),
+        ("latency", "shm-mapped", "copy_each", "memcpy"),
+    ],
+)
 def test_limit_that_moves_nothing_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    subject: str,
+    path: str,
+    method: str,
+    limit: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(Half, "process_vm", lambda self, *arguments, **options: 1e-9)
-    assert main(["bench", "bandwidth", *SMALL, "--block", "4KiB", "--paths", "shm-process_vm"]) == 1
-    assert (
-        "process_vm_readv, 1 thread, 1 iovec over shm-process_vm with blocks of 4 KiB: 256" in capsys.readouterr().err
-    )
+    monkeypatch.setattr(Half, method, lambda self, *arguments, **options: 1e-9)
+    assert main(["bench", subject, *SMALL, "--block", "4KiB", "--paths", path]) == 1
+    assert f"{limit} over {path} with blocks of 4 KiB: 256 of 256 blocks are not" in capsys.readouterr().err
 
 
 @measures
@@ -362,14 +372,16 @@ def test_raw_process_vm(iovecs: int, write: bool) -> None:
 @pytest.mark.sanitize
 def test_raw_single_blocks() -> None:
     here, there = halves()
-    took = here.copy_each(there, 1000)
+    took = here.copy_each(there)
     assert len(took) == len(here.index)
     assert (took >= 0).all()
     assert here.wrong(there.index) == 0
     here.clear()
-    took = here.process_vm_each(Remote(os.getpid(), there.address, there.index), 10, write=False)
+    remote = Remote(os.getpid(), there.address, there.index)
+    took = here.part(20, 10).process_vm_each(remote.part(20, 10), write=False)
     assert len(took) == 10
     assert (took > 0).all()
+    assert here.part(20, 10).wrong(there.index[20:30]) == 0
     assert here.wrong(there.index) == len(here.index) - 10
 
 
@@ -386,7 +398,7 @@ async def test_raw_sockets(streams: int, asker_sends: bool) -> None:
     def run(half: Half, descriptors: list[int], sends: bool) -> Any:
         if streams:
             return half.sockets(descriptors, sends=sends, asks=sends == asker_sends)
-        return half.socket_each(descriptors[0], 1500, sends=sends, asks=sends == asker_sends).sum()
+        return half.socket_each(descriptors[0], sends=sends, asks=sends == asker_sends).sum()
 
     try:
         for _ in range(2):  # and are fit for more
@@ -410,7 +422,7 @@ def test_raw_faults() -> None:
     with pytest.raises(ProcessLookupError):
         here.process_vm(Remote(gone.pid, there.address, there.index), 2, 1024, write=False)
     with pytest.raises(OSError, match="Bad address"):
-        here.process_vm_each(Remote(os.getpid(), 4096, there.index), 3, write=False)
+        here.process_vm_each(Remote(os.getpid(), 4096, there.index), write=False)
     with pytest.raises(IndexError, match="differ"):
         here.copy(Half.of(np.zeros((4, 1024), np.uint8), np.array([1])), 1, "memcpy")
     with pytest.raises(IndexError, match=r"outside 0\.\.3"):

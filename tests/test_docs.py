@@ -36,6 +36,7 @@ from typing import Any
 import pytest
 
 import aiodatadist as adt
+from aiodatadist.commands import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("README.md", "docs/guide.md", "docs/embedding.md")
@@ -203,7 +204,7 @@ def test_the_guide_can_be_followed_at_a_prompt() -> None:
 
 
 def test_the_shell_commands_of_documents_exist() -> None:
-    commands = {"demo", "doctor"}
+    commands = {command.NAME for command in COMMANDS}
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for document in DOCUMENTS:
         for block in blocks_of(document, (ROOT / document).read_text()):

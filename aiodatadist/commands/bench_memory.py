@@ -56,6 +56,10 @@ class Remote:
     address: int
     index: Indices
 
+    def part(self, first: int, count: int) -> Remote:
+        """Return the same pool with a part of its list."""
+        return Remote(self.pid, self.address, self.index[first : first + count])
+
 
 @dataclass(frozen=True, slots=True)
 class Half:
@@ -80,6 +84,10 @@ class Half:
         if not len(index) or index.min() < 0 or index.max() >= len(words):
             raise IndexError(f"blocks outside 0..{len(words) - 1}, or none")
         return cls(words, index)
+
+    def part(self, first: int, count: int) -> Half:
+        """Return the same pool with a part of its list."""
+        return Half(self.words, self.index[first : first + count])
 
     @property
     def address(self) -> int:
@@ -145,37 +153,34 @@ class Half:
         )
         return took * 1e-9
 
-    def copy_each(self, source: Half, count: int) -> NDArray[np.float64]:
-        """Copy the first `count` blocks one by one."""
+    def copy_each(self, source: Half) -> NDArray[np.float64]:
+        """Copy the blocks one by one."""
         self._check(source.index, source.block)
-        took = np.zeros(self._at_most(count), np.int64)
+        took = np.zeros(len(self.index), np.int64)
         _limits.copy_each(
             self.address, _address(self.index), source.address, _address(source.index), len(took), self.block,
             _address(took),
         )  # fmt: skip
         return _seconds(took)
 
-    def process_vm_each(self, remote: Remote, count: int, *, write: bool) -> NDArray[np.float64]:
-        """Move the first `count` blocks one by one with process_vm. Raises OSError."""
+    def process_vm_each(self, remote: Remote, *, write: bool) -> NDArray[np.float64]:
+        """Move the blocks one by one with process_vm. Raises OSError."""
         self._check(remote.index, self.block)
-        took = np.zeros(self._at_most(count), np.int64)
+        took = np.zeros(len(self.index), np.int64)
         _limits.process_vm_each(
             self.address, _address(self.index), remote.pid, remote.address, _address(remote.index), len(took),
             self.block, _address(took), write=write,
         )  # fmt: skip
         return _seconds(took)
 
-    def socket_each(self, descriptor: int, count: int, *, sends: bool, asks: bool) -> NDArray[np.float64]:
-        """Move the first `count` blocks one by one over a socket, a round trip each. Raises OSError."""
-        took = np.zeros(self._at_most(count), np.int64)
+    def socket_each(self, descriptor: int, *, sends: bool, asks: bool) -> NDArray[np.float64]:
+        """Move the blocks one by one over a socket, a round trip each. Raises OSError."""
+        took = np.zeros(len(self.index), np.int64)
         _limits.socket_each(
             descriptor, self.address, _address(self.index), len(took), self.block, _address(took), sends=sends,
             asks=asks,
         )  # fmt: skip
         return _seconds(took)
-
-    def _at_most(self, count: int) -> int:
-        return min(count, len(self.index))
 
     def _check(self, index: Indices, block: int) -> None:
         if len(index) != len(self.index) or block != self.block:

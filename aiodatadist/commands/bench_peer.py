@@ -213,10 +213,10 @@ class Owner:
         """Zero the blocks of a cache that take part."""
         self._caches[model_id][1].clear()
 
-    async def wrong(self, model_id: int) -> int:
-        """Count the blocks of a cache that take part and do not hold what they held at first."""
-        half = self._caches[model_id][1]
-        return half.wrong(half.index)
+    async def wrong(self, model_id: int, first: int, count: int) -> int:
+        """Count those of a part of the blocks of a cache that do not hold what they held at first."""
+        part = self._caches[model_id][1].part(first, count)
+        return part.wrong(part.index)
 
     async def accept_raw(self, streams: int) -> None:
         """Accept raw connections that were made."""
@@ -225,14 +225,14 @@ class Owner:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._raw.append(self._leave.enter_context(sock))
 
-    async def serve_raw(self, model_id: int, sends: bool, streams: int = 0, each: int = 0) -> None:
-        """Be the other end of raw sockets: `streams` of them at once, or of one for `each` blocks. See `served_raw`."""
+    async def serve_raw(self, model_id: int, sends: bool, streams: int = 0, first: int = 0, count: int = 0) -> None:
+        """Be the other end of `streams` raw sockets, or of one for `count` single blocks; see `served_raw`."""
         half = self._caches[model_id][1]
         descriptors = [sock.fileno() for sock in self._raw]
         if streams:
             work: Callable[[], object] = partial(half.sockets, descriptors[:streams], sends=sends, asks=False)
         else:
-            work = partial(half.socket_each, descriptors[0], each, sends=sends, asks=False)
+            work = partial(half.part(first, count).socket_each, descriptors[0], sends=sends, asks=False)
         self._serving = asyncio.create_task(asyncio.to_thread(work))
 
     async def served_raw(self) -> None:

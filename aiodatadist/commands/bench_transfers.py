@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter, perf_counter_ns
 from typing import Any, Final, Literal
@@ -102,6 +102,25 @@ class Site:
         return caches.push_blocks(self.key, self.cache, self.here.index, self.remote.index)
 
 
+class Window:
+    """A part of the blocks that moves on, so that each step gets blocks which were not touched for a while.
+
+    Attributes
+    ----------
+    first, count : int
+    """
+
+    def __init__(self, total: int, count: int) -> None:
+        self.first = 0
+        self.count = count
+        self._starts = (start % (total - count + 1) for start in itertools.count(0, count))
+
+    def advance(self) -> int:
+        """Move on; return the new `first`."""
+        self.first = next(self._starts)
+        return self.first
+
+
 class Session:
     """Two processes with links over both transports, and what can be measured between them.
 
@@ -190,24 +209,33 @@ class Session:
 
     # Moving and checking. ------------------------------------------------------------------------------------
 
-    async def _verify(self, site: Site, what: str, path: str, step: Callable[[], Awaitable[Any]], pull: bool) -> None:
-        """Run a step once, which also warms up, and look at every block that it moved."""
+    async def _verify(
+        self,
+        site: Site,
+        what: str,
+        path: str,
+        step: Callable[[], Awaitable[Any]],
+        pull: bool,
+        window: Window | None = None,
+    ) -> None:
+        """Run a step once, which also warms up, and look at every block that it moved.
+
+        A push must come after a pull of all blocks: what it sends came with that, and goes back to where it was.
+        """
         if pull:
             site.here.clear()
-            await step()
-            wrong = site.here.wrong(site.remote.index)
         else:
-            # What lies here came from there, where it is cleared now.
-            wrong = site.here.wrong(site.remote.index)
-            if wrong:
-                raise CommandError(f"{what} over {path}: there is nothing to push")
             await self.peer.call("clear", model_id=site.key.model_id)
-            await step()
-            wrong = await self.peer.call("wrong", model_id=site.key.model_id)
+        await step()
+        first, count = (window.first, window.count) if window else (0, len(site.here.index))
+        if pull:
+            wrong = site.here.part(first, count).wrong(site.remote.index[first : first + count])
+        else:
+            wrong = await self.peer.call("wrong", model_id=site.key.model_id, first=first, count=count)
         if wrong:
             raise CommandError(
-                f"{what} over {path} with blocks of {size_text(site.here.block)}: {wrong} of {len(site.here.index)} "
-                f"blocks are not what was sent"
+                f"{what} over {path} with blocks of {size_text(site.here.block)}: {wrong} of {count} blocks are not "
+                "what was sent"
             )
 
     async def _raw_limit(self, site: Site, direction: Direction, streams: int) -> float:
@@ -218,11 +246,11 @@ class Session:
         await self.peer.call("served_raw")
         return took
 
-    async def _raw_each(self, site: Site, direction: Direction, count: int) -> Seconds:
+    async def _raw_each(self, site: Site, direction: Direction, first: int, count: int) -> Seconds:
         """Move blocks over a plain socket one by one; return the seconds of each."""
         sends = direction == "push"
-        await self.peer.call("serve_raw", model_id=site.key.model_id, sends=not sends, each=count)
-        took = site.here.socket_each(self._raw[0].fileno(), count, sends=sends, asks=True)
+        await self.peer.call("serve_raw", model_id=site.key.model_id, sends=not sends, first=first, count=count)
+        took = site.here.part(first, count).socket_each(self._raw[0].fileno(), sends=sends, asks=True)
         await self.peer.call("served_raw")
         return took
 
@@ -356,8 +384,15 @@ class Session:
                 async with self.site(path, block, self._scale.count(block)) as site:
                     await self._latency(path, site)
 
+    def _raw_step(self, site: Site, direction: Direction, window: Window) -> Callable[[], Awaitable[Seconds]]:
+        async def step() -> Seconds:
+            return await self._raw_each(site, direction, window.advance(), window.count)
+
+        return step
+
     async def _latency(self, path: str, site: Site) -> None:
         count = min(self._scale.samples, len(site.here.index))
+        window = Window(len(site.here.index), count)
         async with contextlib.AsyncExitStack() as stack:
             steps: dict[str, Callable[[], Awaitable[Seconds]]] = {}
             limits: dict[Direction, str] = {}
@@ -365,25 +400,29 @@ class Session:
                 source = await stack.enter_async_context(self._second(site))
 
                 async def copy() -> Seconds:
-                    return site.here.copy_each(source, count)
+                    first = window.advance()
+                    return site.here.part(first, count).copy_each(source.part(first, count))
 
                 steps["memcpy"] = copy
                 limits = {"pull": "memcpy", "push": "memcpy"}
             for direction in _DIRECTIONS:
                 if path == "shm-process_vm":
                     limits[direction] = _VM_CALLS[direction]
-                    steps[limits[direction]] = _process_vm_each(site, direction, count)
+                    steps[limits[direction]] = _process_vm_each(site, direction, window)
                 elif path == "tcp":
                     limits[direction] = f"raw socket round trip, {direction}"
-                    steps[limits[direction]] = _bound(self._raw_each, site, direction, count)
-                steps[direction] = _timed_each(site, direction, count)
-            # All blocks once: what is pushed came with this pull, and no page is new.
+                    steps[limits[direction]] = self._raw_step(site, direction, window)
+                steps[direction] = _timed_each(site, direction, window)
+            pushes = {"push", limits["push"]} - {limits["pull"]}
+            for name in steps:
+                if name not in pushes:
+                    await self._verify(site, name, path, steps[name], True, window)
+            # All blocks once: they are what is pushed, and no page is new.
             await self._verify(site, "pull", path, _timed_move(site, "pull"), True)
+            for name in pushes:
+                await self._verify(site, name, path, steps[name], False, window)
+            # The pushes cleared more than they sent.
             await self._verify(site, "push", path, _timed_move(site, "push"), False)
-            for step in steps.values():
-                await step()
-            if wrong := site.here.wrong(site.remote.index):
-                raise CommandError(f"{path}: {wrong} single blocks are not what was sent")
             found = await in_turn(steps, self._scale.repeat)
         for percent in (50, 99):
             micros = {
@@ -448,7 +487,7 @@ class Session:
 
             async def raw() -> float:
                 if path == "tcp":
-                    return 1 / float(np.mean(await self._raw_each(site, "pull", count)))
+                    return 1 / float(np.mean(await self._raw_each(site, "pull", 0, count)))
                 return len(site.here.index) / await whole()
 
             steps = {"64 tasks": tasks, "gather of 64": gathered, limit: raw}
@@ -529,9 +568,11 @@ def _process_vm(site: Site, direction: Direction, threads: int, iovecs: int) -> 
     return step
 
 
-def _process_vm_each(site: Site, direction: Direction, count: int) -> Callable[[], Awaitable[Seconds]]:
+def _process_vm_each(site: Site, direction: Direction, window: Window) -> Callable[[], Awaitable[Seconds]]:
     async def step() -> Seconds:
-        return site.here.process_vm_each(site.remote, count, write=direction == "push")
+        first = window.advance()
+        here, there = site.here.part(first, window.count), site.remote.part(first, window.count)
+        return here.process_vm_each(there, write=direction == "push")
 
     return step
 
@@ -545,15 +586,18 @@ def _timed_move(site: Site, direction: Direction) -> Callable[[], Awaitable[floa
     return step
 
 
-def _timed_each(site: Site, direction: Direction, count: int) -> Callable[[], Awaitable[Seconds]]:
+def _timed_each(site: Site, direction: Direction, window: Window) -> Callable[[], Awaitable[Seconds]]:
     """Await one block after the other. Like the raw loops: the clock is read around each."""
     caches, key, cache = site.dd.cache_manager, site.key, site.cache
-    here = [[int(block)] for block in site.here.index[:count]]
-    there = [[int(block)] for block in site.remote.index[:count]]
+
+    def lists() -> Iterator[tuple[list[int], list[int]]]:
+        part = slice(first := window.advance(), first + window.count)
+        here, there = site.here.index[part].tolist(), site.remote.index[part].tolist()
+        return zip([[block] for block in there], [[block] for block in here], strict=True)
 
     async def pull() -> Seconds:
         took = []
-        for source, target in zip(there, here, strict=True):
+        for source, target in lists():
             began = perf_counter_ns()
             await caches.pull_blocks(key, cache, source, target)
             took.append(perf_counter_ns() - began)
@@ -561,9 +605,9 @@ def _timed_each(site: Site, direction: Direction, count: int) -> Callable[[], Aw
 
     async def push() -> Seconds:
         took = []
-        for source, target in zip(here, there, strict=True):
+        for there, here in lists():
             began = perf_counter_ns()
-            await caches.push_blocks(key, cache, source, target)
+            await caches.push_blocks(key, cache, here, there)
             took.append(perf_counter_ns() - began)
         return np.array(took) * 1e-9
 
