@@ -30,7 +30,7 @@ import numpy as np
 
 import aiodatadist
 from aiodatadist import _core, _limits
-from aiodatadist.errors import ArgumentError
+from aiodatadist.errors import ArgumentError, ExtraMissing
 
 from .bench_links import LinksScale, measure_links
 from .bench_rows import Progress, Rows, installed, print_table, size_text
@@ -183,7 +183,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json in (*SUBJECTS, "all"):
         raise ArgumentError(f"--json {arguments.json} names a file", hint=f"write bench {arguments.json} --json")
     if arguments.loop == "uvloop" and not installed("uvloop"):
-        raise CommandError("--loop uvloop needs uvloop; pip install 'aiodatadist[bench]'")
+        raise ExtraMissing(extra="bench", packages=("uvloop",))
     quick = arguments.quick
     nbytes = arguments.bytes or (64 * _MIB if quick else 256 * _MIB)
     if arguments.block and max(arguments.block) > nbytes:
