@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import select
 import socket
@@ -21,6 +22,7 @@ CASES = tuple((path, mode) for path in PATHS for mode in MODES if (path, mode) !
 OK, BOUNDS, CANCELLED, TIMEOUT, PEER_LOST, ABORTED, CLOSED, FENCED = 0, -3, -6, -7, -8, -9, -10, -15
 NOT_FOUND, PERMISSION, PROTOCOL = -2, -4, -14
 SECOND = 1_000_000_000
+STEPS = 100_000
 
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 Geometry: TypeAlias = tuple[int, int, int, int]
@@ -225,9 +227,10 @@ class Rig:
         for ring in self.rings:
             ring.drain()
 
-    def run(self, until: Callable[[], Any], advance_ns: int = 1000, turns: int = 100_000) -> None:
+    def run(self, until: Callable[[], Any], advance_ns: int = 1000) -> None:
         """Work until something is true. The suite's hang limit ends what never comes; in step mode a count does."""
-        for _ in range(turns):
+        # Turns of a stepped engine are work; with threads they are looks, of which there may be any number.
+        for _ in range(STEPS) if self.stepped else itertools.count():
             if until():
                 return
             self.turn(advance_ns=advance_ns)
@@ -419,8 +422,9 @@ class Hand:
     def heard(self, kind: int) -> list[tuple[int, int, int, int, int, int]]:
         return [m for m in self.said if m[0] == kind]
 
-    def run(self, until: Callable[[], Any], advance_ns: int = 1000, turns: int = 100_000) -> None:
-        for _ in range(turns):
+    def run(self, until: Callable[[], Any], advance_ns: int = 1000) -> None:
+        """Work until something is true; see `Rig.run`."""
+        for _ in range(STEPS) if self.stepped else itertools.count():
             if until():
                 return
             self.turn(advance_ns)
