@@ -25,7 +25,7 @@ REQUIRABLE = ("torch", "npu", "uvloop", "verbs", "hixl", "redis", "unprivileged"
 # A test that swallowed the failure of the hang limit ends the whole run this many seconds later.
 HARD_LIMIT_AFTER = 30.0
 # Native threads may still be letting go of what they hold when a test returns.
-SETTLE_SECONDS = 5.0
+SETTLE_SECONDS = 30.0
 
 _required: set[str] = set()
 _scale = 1.0

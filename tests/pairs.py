@@ -12,6 +12,8 @@ import numpy as np
 
 import aiodatadist as adt
 
+from .waiting import until
+
 OWNER, USER = 1, 2
 
 
@@ -62,6 +64,7 @@ async def linked(
         adt.DataDist(USER, adt.Role.DECODER, config=there) as second,
     ):
         link = await second.link(adt.ClusterInfo(OWNER, str(first.listen_address)))
+        await until(lambda: USER in first.links)  # a moment later, or before
         assert link.path.transport == names[0]
         yield Pair(first, second, link)
 

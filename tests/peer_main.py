@@ -24,6 +24,7 @@ import time
 import traceback
 import warnings
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,9 +68,23 @@ class Peer:
         self.node.abort()
         await self.node.wait_closed()
 
-    async def block(self, seconds: float) -> None:
-        """Keep the event loop from running."""
-        time.sleep(seconds)
+    async def block(self, gate: str, way: str) -> None:
+        """Keep the event loop from running until somebody opens the fifo `gate`, and there is a file `gate`.over.
+
+        ``"sleeps"`` in a system call; ``"computes"`` in pure Python, which keeps the GIL busy; ``"holds the GIL"``,
+        which is never given up, for anybody.
+        """
+        Path(f"{gate}.begun").touch()
+        match way:
+            case "sleeps":
+                os.close(os.open(gate, os.O_RDONLY))
+            case "computes":
+                while not os.path.exists(f"{gate}.over"):
+                    sum(range(1000))
+            case "holds the GIL":
+                os.close(ctypes.PyDLL(None).open(gate.encode(), os.O_RDONLY))
+            case _:
+                raise ValueError(way)
 
     async def fork(self) -> int:
         """Fork a child that goes on living when this process dies, as a worker of a framework may; return its pid."""
@@ -287,7 +302,7 @@ async def _serve(control: socket.socket) -> None:
     for task in tuple(tasks):
         task.cancel()
     if peer.dd is not None:
-        await peer.dd.aclose(5.0)
+        await peer.dd.aclose(30.0)
 
 
 def _die_with_parent() -> None:

@@ -182,6 +182,43 @@ class PeerProcess:
         """Run the body of a coroutine function in the peer: see `peer_main.Peer.run`."""
         return await self.call("run", source=source, **values)
 
+    async def run_and_stop(self, source: str, **values: Any) -> asyncio.Future[Any]:
+        """Run something in the peer, and stop it before its loop turns again: what it started is still pending there.
+
+        Returns a future of what `run` returns, once the process has stopped. `resume` is what wakes it.
+        """
+        stop = "\nimport os, signal\nos.kill(os.getpid(), signal.SIGSTOP)"
+        running = self.post("run", source=source + stop, **values)
+        limit = time.monotonic() + PATIENCE
+        while not all(state in "TtZX" for state in self._states()):
+            assert time.monotonic() < limit, "the peer does not stop"
+            assert not running.done(), running
+            await asyncio.sleep(0.0005)
+        return running
+
+    @contextlib.asynccontextmanager
+    async def blocked(self, way: str = "sleeps") -> AsyncIterator[None]:
+        """Keep the peer's loop from running for as long as the block lasts; see `peer_main.Peer.block` for the ways."""
+        with tempfile.TemporaryDirectory() as folder:
+            gate = Path(folder, "gate")
+            os.mkfifo(gate)
+            blocking = self.post("block", gate=str(gate), way=way)
+            try:
+                while not Path(f"{gate}.begun").exists():
+                    assert not blocking.done(), blocking
+                    await asyncio.sleep(0.002)
+                yield
+                assert not blocking.done(), blocking
+            finally:
+                Path(f"{gate}.over").touch()
+                # Does not wait for a reader, which there may be none of.
+                fd = os.open(gate, os.O_RDWR | os.O_NONBLOCK)
+                try:
+                    async with asyncio.timeout(PATIENCE):
+                        await blocking
+                finally:
+                    os.close(fd)
+
     async def cache(
         self,
         name: str,

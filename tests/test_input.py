@@ -24,6 +24,7 @@ import pytest_asyncio
 import aiodatadist as adt
 
 from .pairs import OWNER, USER, Pair, linked, pattern
+from .waiting import PATIENCE
 
 BLOCKS, SHAPE, TENSORS = 8, (8, 3, 4), 4
 KEY = adt.BlocksCacheKey(OWNER)
@@ -826,7 +827,7 @@ async def test_zero_work_is_success_and_notifies(setting: Setting, opcode: str) 
         transfer = setting.call(opcode, src, dst, notify=b"%d" % number, **options)
         assert await transfer is None
         assert transfer.progress == (0, 0)
-        note = await asyncio.wait_for(anext(notes), 10)
+        note = await asyncio.wait_for(anext(notes), PATIENCE)
         assert note == adt.Notification(USER, b"%d" % number)
     counts = setting.pair.user.stats()["total"]
     assert counts["ok"] == counts["started"] == len(NOTHING)

@@ -17,11 +17,11 @@ import aiodatadist as adt
 
 from .conftest import Scale
 from .peers import PeerProcess, spawn
+from .waiting import PATIENCE, descriptors, native_threads, reserved_address, until
 
 OWNER, USER = 1, 2
 KEY = adt.BlocksCacheKey(OWNER)
 BLOCKS, BLOCK_BYTES = 64, 1 << 20
-PATIENCE = 30.0
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
 
@@ -41,73 +41,44 @@ async def take(dd: adt.DataDist, tensors: int = 1, blocks: int = BLOCKS) -> adt.
     return cache
 
 
-async def until(reached: Any, what: str) -> None:
-    limit = time.monotonic() + PATIENCE
-    while not reached():
-        assert time.monotonic() < limit, what
-        await asyncio.sleep(0.002)
-
-
 def resident() -> int:
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * resource.getpagesize()
 
 
-def threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 # --- a peer whose Python does nothing ------------------------------------------------------------------
 
-WAYS = {
-    "sleeps": "import time; time.sleep(5)",
-    # In pure Python and on the loop's thread: the loop does not run, and the GIL is busy.
-    "computes": """
-import time
-end = time.monotonic() + 5
-while time.monotonic() < end:
-    sum(range(1000))
-""",
-    # The GIL is never given up, for anybody.
-    "holds the GIL": """
-import ctypes
-ctypes.PyDLL(None).usleep(5_000_000)
-""",
-}
+WAYS = ("sleeps", "computes", "holds the GIL")
+LIMIT = 2.0  # of silence
 
 
 @TRANSPORTS
 async def test_peers_that_block_their_loops_stay_linked(transport: str) -> None:
-    """Five seconds of silence from their Python are more than twice the heartbeat limit."""
+    """They say nothing for more than twice the heartbeat limit."""
     async with contextlib.AsyncExitStack() as stack:
-        dd = await stack.enter_async_context(node(transport, heartbeat_limit=2.0))
+        dd = await stack.enter_async_context(node(transport, heartbeat_limit=LIMIT))
         events = dd.events()
-        blocked, links = [], []
+        peers, links = [], []
         cache = await take(dd)
-        for cluster_id, source in enumerate(WAYS.values(), start=11):
-            peer = await stack.enter_async_context(spawn(cluster_id, transports=(transport,), heartbeat_limit=2.0))
+        for cluster_id in range(11, 11 + len(WAYS)):
+            peer = await stack.enter_async_context(spawn(cluster_id, transports=(transport,), heartbeat_limit=LIMIT))
             await peer.cache("kv", tensors=1, shape=(BLOCKS, BLOCK_BYTES), value=cluster_id)
             links.append(await dd.link(peer.info))
             await shown(links[-1])
-            blocked.append((peer, peer.post("run", source=source)))
-        await asyncio.sleep(0.2)
-        rounds = 0
-        while not any(block.done() for _, block in blocked):
-            for peer, _ in blocked:
-                key = adt.BlocksCacheKey(peer.cluster_id)
-                cache.tensors[0][:] = 0
-                await dd.cache_manager.pull_blocks(key, cache, range(BLOCKS), range(BLOCKS), timeout=PATIENCE)
-                assert (cache.tensors[0] == peer.cluster_id).all()
-                await dd.cache_manager.push_blocks(key, cache, [0, 1], [0, 1], timeout=PATIENCE)
-            rounds += 1
-            await asyncio.sleep(0.05)
-        assert rounds >= 3
-        for (peer, block), link in zip(blocked, links, strict=True):
-            await block
+            peers.append(peer)
+        async with contextlib.AsyncExitStack() as blocking:
+            for peer, way in zip(peers, WAYS, strict=True):
+                await blocking.enter_async_context(peer.blocked(way))
+            began = time.monotonic()
+            while time.monotonic() - began < 2.5 * LIMIT:
+                for peer in peers:
+                    key = adt.BlocksCacheKey(peer.cluster_id)
+                    cache.tensors[0][:] = 0
+                    await dd.cache_manager.pull_blocks(key, cache, range(BLOCKS), range(BLOCKS), timeout=PATIENCE)
+                    assert (cache.tensors[0] == peer.cluster_id).all()
+                    await dd.cache_manager.push_blocks(key, cache, [0, 1], [0, 1], timeout=PATIENCE)
+                await asyncio.sleep(0.05)
+        for peer, link in zip(peers, links, strict=True):
             # And the blocked side has not lost this one, either.
             await asyncio.sleep(0.1)
             assert dd.links[peer.cluster_id] is link
@@ -144,10 +115,10 @@ async def all_pending(dd: adt.DataDist, peer: PeerProcess, cache: adt.Cache) -> 
 @pytest.mark.parametrize("child", [None, "os.fork", "subprocess"])
 @TRANSPORTS
 async def test_killing_a_peer_fails_every_pending_operation(transport: str, child: str | None) -> None:
-    """Within a second, and a child that lives on does not hide it."""
+    """Long before its heartbeats are missed, and a child that lives on does not hide it."""
     async with (
-        spawn(OWNER, transports=(transport,), notify_credits=1) as peer,
-        node(transport, heartbeat_limit=60.0) as dd,
+        spawn(OWNER, transports=(transport,), notify_credits=1, heartbeat_limit=600.0) as peer,
+        node(transport, heartbeat_limit=600.0) as dd,
     ):
         await peer.cache("kv", tensors=1, shape=(BLOCKS, BLOCK_BYTES))
         link = await dd.link(peer.info)
@@ -166,9 +137,7 @@ async def test_killing_a_peer_fails_every_pending_operation(transport: str, chil
         events = dd.events()
         try:
             peer.kill()
-            began = time.monotonic()
             await asyncio.wait_for(asyncio.gather(*pending.values(), return_exceptions=True), PATIENCE)
-            took = time.monotonic() - began
             if other:
                 os.kill(other, 0)  # it does live
         finally:
@@ -182,7 +151,6 @@ async def test_killing_a_peer_fails_every_pending_operation(transport: str, chil
             else:
                 assert isinstance(error, adt.PeerLostError), (name, error)
                 assert error.peer == OWNER
-        assert took < 1.0
         assert link.state is adt.LinkState.BROKEN
         assert isinstance(link.error, adt.PeerLostError)
         assert OWNER not in dd.links
@@ -204,9 +172,7 @@ async def test_linking_a_peer_that_dies_meanwhile() -> None:
         await asyncio.sleep(0.1)
         assert not any(link.done() for link in linking)
         peer.kill()
-        began = time.monotonic()
         results = await asyncio.wait_for(asyncio.gather(*linking, return_exceptions=True), PATIENCE)
-        assert time.monotonic() - began < 1.0
         assert all(isinstance(result, adt.LinkError) for result in results)
 
 
@@ -215,48 +181,52 @@ async def test_linking_a_peer_that_dies_meanwhile() -> None:
 async def test_restarting_a_peer_again_and_again(transport: str, scale: Scale) -> None:
     """Under the same address and cluster id, and with other content each time; nothing grows here."""
     rounds = scale(50, least=6)
+    with reserved_address() as address:
+        async with node(transport) as dd:
+            await restart_again_and_again(dd, transport, address, rounds)
+
+
+async def restart_again_and_again(dd: adt.DataDist, transport: str, address: str, rounds: int) -> None:
     width, marks = BLOCK_BYTES // 16, []
-    async with node(transport) as dd:
-        cache = dd.cache_manager.register_blocks_cache([np.zeros((BLOCKS, width), np.uint8)])
-        events = dd.events()
-        address = "127.0.0.1:0"
-        for number in range(rounds):
-            async with spawn(OWNER, listen=address, transports=(transport,)) as peer:
-                assert peer.address is not None
-                address = peer.address
-                kind = ("library", "ordinary")[number % 2]
-                await peer.cache("kv", tensors=1, shape=(BLOCKS, width), memory=kind, value=number + 1)
-                link = await dd.link(peer.info)
-                assert link.epoch == number + 1
-                await shown(link)
-                await dd.cache_manager.pull_blocks(KEY, cache, range(BLOCKS), range(BLOCKS))
-                assert (cache.tensors[0] == number + 1).all()
-                # Killed in the middle of work, which ends with the one typed error, or before the death was seen.
-                busy = [
-                    dd.cache_manager.pull_blocks(KEY, cache, range(BLOCKS), range(BLOCKS), timeout=None)
-                    for _ in range(number % 4)
-                ]
-                peer.kill()
-                for result in await asyncio.gather(*busy, return_exceptions=True):
-                    assert result is None or isinstance(result, adt.PeerLostError)
-                # What says that it is lost; every second time the next one does not even wait for it.
-                while number % 2:
-                    event = await asyncio.wait_for(anext(events), PATIENCE)
-                    if not isinstance(event, adt.LinkStateChanged):
-                        continue
-                    if (event.new, event.epoch) == (adt.LinkState.BROKEN, link.epoch):
-                        assert isinstance(link.error, adt.PeerLostError)
-                        break
-            if number >= rounds // 3:
-                await until(lambda: OWNER not in dd.links, "the peer is not missed")
-                await until(lambda: not len(dd._center.peers), "what is left of the peer does not end")
-                gc.collect()
-                marks.append((descriptors(), threads(), resident()))
-        # The engine closes the last descriptors of a peer in its own thread, a moment after the loop heard of its end.
-        await until(lambda: descriptors() <= marks[0][0], "descriptors grow")
-    first, last = marks[0], marks[-1]
-    assert last[1] <= first[1], marks
-    assert last[2] - first[2] < 4 << 20, marks
+    cache = dd.cache_manager.register_blocks_cache([np.zeros((BLOCKS, width), np.uint8)])
+    events = dd.events()
+    engine = native_threads()
+    for number in range(rounds):
+        async with spawn(OWNER, listen=address, transports=(transport,)) as peer:
+            assert peer.address == address
+            kind = ("library", "ordinary")[number % 2]
+            await peer.cache("kv", tensors=1, shape=(BLOCKS, width), memory=kind, value=number + 1)
+            link = await dd.link(peer.info)
+            assert link.epoch == number + 1
+            await shown(link)
+            await dd.cache_manager.pull_blocks(KEY, cache, range(BLOCKS), range(BLOCKS))
+            assert (cache.tensors[0] == number + 1).all()
+            # Killed in the middle of work, which ends with the one typed error, or before the death was seen.
+            busy = [
+                dd.cache_manager.pull_blocks(KEY, cache, range(BLOCKS), range(BLOCKS), timeout=None)
+                for _ in range(number % 4)
+            ]
+            peer.kill()
+            for result in await asyncio.gather(*busy, return_exceptions=True):
+                assert result is None or isinstance(result, adt.PeerLostError)
+            # What says that it is lost; every second time the next one does not even wait for it.
+            while number % 2:
+                event = await asyncio.wait_for(anext(events), PATIENCE)
+                if not isinstance(event, adt.LinkStateChanged):
+                    continue
+                if (event.new, event.epoch) == (adt.LinkState.BROKEN, link.epoch):
+                    assert isinstance(link.error, adt.PeerLostError)
+                    break
+        if number >= rounds // 3:
+            await until(lambda: OWNER not in dd.links, "the peer is not missed")
+            await until(lambda: not len(dd._center.peers), "what is left of the peer does not end")
+            gc.collect()
+            await until(lambda: native_threads() == engine, "threads grow")
+            marks.append((descriptors(), resident()))
+    await until(lambda: descriptors() <= marks[0][0], "descriptors grow")
+    # What an allocator keeps goes up and down.
+    half = len(marks) // 2
+    assert min(mark[1] for mark in marks[half:]) - max(mark[1] for mark in marks[:half]) < 4 << 20, marks
 
 
 # --- two with one name --------------------------------------------------------------------------------------
@@ -287,6 +257,7 @@ async def test_second_live_process_with_the_same_id_is_refused(transport: str) -
         assert dd.links[OWNER] is link
         # It may take the place when the first is gone, and needs no force.
         first.kill()
+        await first.wait_gone()
         await second.call("link", cluster_id=USER, address=str(dd.listen_address))
         await until(lambda: OWNER in dd.links and dd.links[OWNER] is not link, "no new link")
         assert dd.links[OWNER].epoch > link.epoch
@@ -348,10 +319,15 @@ async def running_out_of_descriptors() -> None:
         await peer.cache("kv", tensors=1, shape=(BLOCKS, 4096), value=3)
         before = descriptors()
         outcomes: list[adt.DataDistError | None] = []
+
+        async def settled() -> None:
+            await until(lambda: not len(dd._center.peers), "what is left of the peer does not end")
+            await until(lambda: descriptors() <= before, "descriptors are left")
+
         for more in range(12):
             with few_descriptors(more):
                 try:
-                    await dd.link(peer.info, timeout=5.0)
+                    await dd.link(peer.info, timeout=PATIENCE)
                 except adt.DataDistError as error:
                     # Whatever was opened on the way is closed again.
                     outcomes.append(error)
@@ -359,6 +335,8 @@ async def running_out_of_descriptors() -> None:
                     outcomes.append(None)
                     # With few it links, and perhaps without shm.
                     await dd.unlink(adt.ClusterInfo(OWNER))
+            await settled()
+            with few_descriptors(more):
                 for make in (
                     lambda: dd.cache_manager.allocate_blocks_cache(adt.CacheDesc(1, (4, 4096), "uint8")),
                     lambda: dd.cache_manager.register_blocks_cache([np.zeros((4, 4096), np.uint8)]),
@@ -378,7 +356,7 @@ async def running_out_of_descriptors() -> None:
                 finally:
                     await other.aclose()
                 del other
-            await until(lambda: not len(dd._center.peers), "what is left of the peer does not end")
+            await settled()
         assert not [error for error in outcomes if error is not None and "open files" not in str(error)]
         assert not [error for error in outcomes if isinstance(error, adt.InternalError)]
         assert [error for error in outcomes if isinstance(error, adt.LinkError)]
@@ -390,5 +368,4 @@ async def running_out_of_descriptors() -> None:
         await dd.cache_manager.pull_blocks(KEY, cache, range(BLOCKS), range(BLOCKS))
         assert (cache.tensors[0] == 3).all()
         await dd.unlink(adt.ClusterInfo(OWNER))
-        gc.collect()
-        await until(lambda: descriptors() <= before, f"descriptors are left: {before}, {descriptors()}")
+        await settled()

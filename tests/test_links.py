@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import os
 import random
 import warnings
 from collections.abc import AsyncIterator
@@ -44,6 +43,8 @@ from aiodatadist.types import (
     Role,
 )
 
+from .waiting import PATIENCE, descriptors, reserved_address, until
+
 pytestmark = pytest.mark.loop
 
 LISTEN = "127.0.0.1:0"
@@ -73,12 +74,6 @@ async def two(config: Config) -> AsyncIterator[list[DataDist]]:
 
 def info(dd: DataDist) -> ClusterInfo:
     return ClusterInfo(dd.cluster_id, dd.listen_address)
-
-
-async def until(condition: Any, within: float = 5.0) -> None:
-    with anyio.fail_after(within):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 # Linking. ---------------------------------------------------------------------------------------------------
@@ -154,8 +149,9 @@ async def test_cancelling_the_only_caller_at_any_moment_leaves_nothing(two: list
         assert cancelled
         # Either there is nothing, or the link was ready in the very turn of the cancel.
         await until(lambda: b.links or not (len(b._center.peers) or len(a._center.peers)))
-        assert set(a.links) == ({2} if b.links else set())
+        await until(lambda: set(a.links) == ({2} if b.links else set()))
         assert (await b.link(info(a))).state is LinkState.READY
+        await until(lambda: 2 in a.links)
         await a.fence(2)
     else:
         assert link.state is LinkState.READY
@@ -197,8 +193,7 @@ async def test_both_link_each_other_at_once(two: list[DataDist]) -> None:
         theirs = b.link(info(a))
         one, other = await asyncio.gather(mine, theirs)
         assert one.state is other.state is LinkState.READY
-        assert a.links == {2: one}
-        assert b.links == {1: other}
+        await until(lambda one=one, other=other: a.links == {2: one} and b.links == {1: other})  # type: ignore[misc]
         assert await b._center.links.ready[1]._answers()
         await (a if round_ % 2 else b).unlink(info(b if round_ % 2 else a))
         await until(lambda: not a.links and not b.links)
@@ -220,7 +215,8 @@ async def test_many_nodes_link_each_other_all_at_once() -> None:
         nodes = [await stack.enter_async_context(DataDist(number, listen=LISTEN, config=config)) for number in range(6)]
         await asyncio.gather(*(one.link(info(other)) for one in nodes for other in nodes if one is not other))
         for one in nodes:
-            assert set(one.links) == {other.cluster_id for other in nodes if other is not one}
+            everybody = {other.cluster_id for other in nodes if other is not one}
+            await until(lambda one=one, everybody=everybody: set(one.links) == everybody)  # type: ignore[misc]
             assert all(link.state is LinkState.READY for link in one.links.values())
 
 
@@ -228,11 +224,12 @@ async def test_many_nodes_link_each_other_all_at_once() -> None:
 async def test_t5_however_linking_and_unlinking_interleave_it_ends_well(seed: int) -> None:
     """faults.md T5: no order of links, unlinks, cancels, deadlines, breaks and crashes leaves anybody waiting."""
     rng = random.Random(seed)
-    config = Config(transports=rng.choice(TRANSPORTS), link_timeout=5.0)
+    config = Config(transports=rng.choice(TRANSPORTS), link_timeout=PATIENCE)
     nodes: list[DataDist] = []
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("error")
-        nodes += [await DataDist(number, listen=LISTEN, config=config).open() for number in range(3)]
+        ports = [stack.enter_context(reserved_address()) for _ in range(3)]
+        nodes += [await DataDist(number, listen=ports[number], config=config).open() for number in range(3)]
         addresses = [node.listen_address for node in nodes]
         running: list[asyncio.Future[Any]] = []
         for _ in range(60):
@@ -262,7 +259,7 @@ async def test_t5_however_linking_and_unlinking_interleave_it_ends_well(seed: in
         results = await asyncio.gather(*running, return_exceptions=True)
         allowed = (type(None), links.Link, LinkError, ClosedError, asyncio.CancelledError)
         assert all(isinstance(result, allowed) for result in results), results
-        assert [str(result) for result in results if "missed its deadline of 5" in str(result)] == []
+        assert [str(result) for result in results if f"missed its deadline of {PATIENCE:g}" in str(result)] == []
         assert all(not node.dump() for node in nodes)
         for one in nodes:
             for other_node in nodes:
@@ -270,12 +267,12 @@ async def test_t5_however_linking_and_unlinking_interleave_it_ends_well(seed: in
                     # The other side may be learning that it has lost a link; then this one ends, and is made again.
                     await until_linked(one, other_node)
         for node in nodes:
-            await node.aclose(5.0)
+            await node.aclose(PATIENCE)
             assert len(node._center.peers) == 0
 
 
 async def until_linked(one: DataDist, other: DataDist) -> None:
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE):
         while True:
             link = await one.link(info(other))
             await one.fence(other.cluster_id)
@@ -308,6 +305,7 @@ async def test_two_with_the_same_id_cannot_link(two: list[DataDist]) -> None:
 async def test_a_second_live_node_of_the_same_id_is_refused(two: list[DataDist]) -> None:
     a, b = two
     link = await b.link(info(a))
+    await until(lambda: 2 in a.links)
     async with DataDist(2) as twin:
         with pytest.raises(LinkRefusedError, match="linked and alive") as caught:
             await twin.link(info(a))
@@ -413,8 +411,7 @@ async def test_relinking_makes_new_epochs_and_no_leaks(two: list[DataDist]) -> N
     for _ in range(3):
         await b.link(info(a))
         await b.unlink(info(a))
-    gc.collect()
-    fds = len(os.listdir("/proc/self/fd"))
+    fds = descriptors()
     old: list[links.Link] = []
     for number in range(30):
         link = await b.link(info(a))
@@ -425,9 +422,8 @@ async def test_relinking_makes_new_epochs_and_no_leaks(two: list[DataDist]) -> N
         await until(lambda: not a.links and not b.links)
     await until(lambda: not len(a._center.peers) and not len(b._center.peers))
     await until(lambda: len(asyncio.all_tasks()) <= 3)
-    gc.collect()
     # A wire may linger until the peer's goodbye was read.
-    await until(lambda: len(os.listdir("/proc/self/fd")) <= fds)
+    await until(lambda: descriptors() <= fds)
 
 
 async def test_linking_while_the_old_link_is_being_unlinked(two: list[DataDist]) -> None:
@@ -442,6 +438,7 @@ async def test_linking_while_the_old_link_is_being_unlinked(two: list[DataDist])
         assert link is not old
         assert link.state is LinkState.READY
         assert b.links == {1: link}
+        await until(lambda: 2 in a.links)
         await a.fence(2)
 
 
@@ -629,9 +626,9 @@ async def test_without_credits_senders_wait_and_nothing_is_lost() -> None:
     async with DataDist(1, listen=LISTEN, config=config) as a, DataDist(2) as b:
         link = await b.link(info(a))
         posts = [link.post_notification(b"%d" % number) for number in range(20)]
-        await asyncio.sleep(0.05)
-        assert sum(post.done() for post in posts) == 4
-        assert a.stats()["unread"] == 4
+        await until(lambda: a.stats()["unread"] == sum(post.done() for post in posts) == 4)
+        await asyncio.sleep(0.01)
+        assert a.stats()["unread"] == sum(post.done() for post in posts) == 4
         posts[10].cancel()
         inbox = a.notifications()
         got = [(await anext(inbox)).payload for _ in range(19)]
@@ -654,7 +651,7 @@ async def test_a_peer_gains_no_credits_by_linking_again(credits: int) -> None:
         posts = [link.post_notification(b"late") for _ in range(3 * credits)]
         inbox = a.notifications()
         for _ in range(4 * credits):
-            await asyncio.wait_for(anext(inbox), 5)
+            await asyncio.wait_for(anext(inbox), PATIENCE)
         await asyncio.gather(*posts)
 
 

@@ -12,11 +12,12 @@ import pytest
 import aiodatadist as adt
 
 from .conftest import Scale
+from .endless import Endless
 from .pairs import OWNER, USER, Pair, linked, pattern
 from .peers import spawn
+from .waiting import PATIENCE, until
 
 KEY = adt.BlocksCacheKey(OWNER)
-PATIENCE = 20.0
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp"])
 OPCODES = pytest.mark.parametrize("opcode", ["pull", "push"])
 
@@ -199,7 +200,8 @@ async def test_a_peer_that_does_not_read_makes_senders_wait(transport: str, opco
         for number in range(4):
             await start(pair, opcode, cache, [0], [0], notify=b"%d" % number)
         began = time.monotonic()
-        late = [start(pair, opcode, cache, [1], [1], notify=b"late", timeout=0.3) for _ in range(3)]
+        # Long enough for the bytes, however busy the machine is.
+        late = [start(pair, opcode, cache, [1], [1], notify=b"late", timeout=3.0) for _ in range(3)]
         patient = start(pair, opcode, cache, [2], [2], notify=b"patient", timeout=None)
         # What needs no credit goes on.
         await start(pair, opcode, cache, [3], [3])
@@ -209,7 +211,7 @@ async def test_a_peer_that_does_not_read_makes_senders_wait(transport: str, opco
             # The bytes had landed, and were told as such.
             assert caught.value.bytes_done == caught.value.bytes_total == 128
             assert caught.value.peer == OWNER
-        assert time.monotonic() - began >= 0.29
+        assert time.monotonic() - began >= 2.9
         assert not patient.done()
         assert pair.owner.stats()["unread"] == 4
         [row] = pair.user.dump()
@@ -267,7 +269,7 @@ async def test_cancel_while_waiting_for_a_credit(opcode: str) -> None:
         cache = await small(pair)
         await start(pair, opcode, cache, [0], [0], notify=b"first")
         waiting = [start(pair, opcode, cache, [1], [1], notify=b"%d" % n, timeout=None) for n in range(3)]
-        await asyncio.sleep(0.01)
+        await until(lambda: all(transfer.progress == (128, 128) for transfer in waiting))
         assert waiting[0].cancel("no longer")
         assert waiting[0].cancel("other words")
         with pytest.raises(asyncio.CancelledError, match="no longer"):
@@ -290,7 +292,7 @@ async def test_the_link_ends_while_waiting_for_a_credit(end: str) -> None:
         cache = await small(pair)
         await start(pair, "pull", cache, [0], [0], notify=b"first")
         waiting = start(pair, "pull", cache, [1], [1], notify=b"second", timeout=None)
-        await asyncio.sleep(0.01)
+        await until(lambda: waiting.progress == (128, 128))
         if end == "unlink":
             await pair.user.unlink(adt.ClusterInfo(OWNER))
         elif end == "peer unlinks":
@@ -336,22 +338,20 @@ async def ended(stream: Any) -> adt.TransferEnded:
 @pytest.mark.parametrize("end", ["cancel", "deadline"])
 async def test_owner_hears_of_ends_that_are_no_success(transport: str, opcode: str, end: str) -> None:
     async with linked(transport) as pair:
-        cache = await large(pair)
-        owned = next(iter(pair.owner.cache_manager.caches.values()))
+        cache = await small(pair)
+        endless = await Endless(pair.owner, pair.user, opcode).ready()
         stream = aiter(pair.owner.events())
         await start(pair, opcode, cache, range(4), range(4))
-        transfer = start(
-            pair, opcode, cache, range(64), range(64), notify=b"never", timeout=1e-4 if end == "deadline" else None
-        )
-        assert not transfer.done()
+        transfer = endless.start(notify=b"never", timeout=0.05 if end == "deadline" else None)
         if end == "cancel":
+            await until(lambda: transfer.progress.bytes_done)
             transfer.cancel()
         with pytest.raises(asyncio.CancelledError if end == "cancel" else adt.TransferTimeout):
             await transfer
         event = await ended(stream)
-        assert (event.cluster_id, event.cache_id, event.kind) == (USER, owned.id, opcode)
+        assert (event.cluster_id, event.cache_id, event.kind) == (USER, endless.owned.id, opcode)
         assert event.status == (adt.Status.TIMEOUT if end == "deadline" else event.status) != adt.Status.SUCCESS
-        assert event.bytes_done == transfer.progress.bytes_done <= 64 << 20
+        assert event.bytes_done == transfer.progress.bytes_done < transfer.progress.bytes_total
         # The success before it, and its notification, were not told.
         await start(pair, opcode, cache, [0], [0], notify=b"!")
         assert await read(pair, 1) == [b"!"]

@@ -10,7 +10,7 @@ import os
 import random
 import socket
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import anyio
@@ -20,8 +20,10 @@ import pytest
 import aiodatadist as adt
 
 from . import quiet
+from .endless import Endless
 from .peers import PeerFailure, PeerProcess, rows, spawn
 from .quiet import PATHS, same_at
+from .waiting import PATIENCE, until
 
 LINK_ENDED = ("PeerLostError", "ClosedError", "NotLinkedError", "LinkError")
 _ids = itertools.count(1000)
@@ -36,16 +38,19 @@ _ids = itertools.count(1000)
 @pytest.mark.parametrize("path", PATHS)
 async def test_memory_is_quiet_after_a_cancel_or_a_deadline(path: str, drain_timeout: float, scale: Any) -> None:
     rounds = scale(500, least=40)
-    first = 1_000_000 * PATHS.index(path)
     async with quiet.bench(path, drain_timeout=drain_timeout) as bench:
-        tally = await bench.rounds(iter(range(first, first + rounds)))
-    assert tally.rounds == rounds
-    # Else the rounds would prove nothing.
-    assert tally.ends["cancelled"] >= rounds // 10, tally
-    assert tally.ends["TransferTimeout"] > 0, tally
-    assert tally.ends["ok"] >= rounds // 10, tally
-    if rounds >= 200:
-        assert tally.midway > 0, tally
+
+        def seeds() -> Iterator[int]:
+            """So many, and more until every kind of end was met, without which the rounds would prove nothing."""
+            first, tally = 1_000_000 * PATHS.index(path), bench.tally
+            for seed in itertools.count(first):
+                met = tally.midway and all(tally.ends[end] for end in ("cancelled", "TransferTimeout", "ok"))
+                if seed - first >= rounds and met:
+                    return
+                yield seed
+
+        tally = await bench.rounds(seeds())
+    assert tally.rounds >= rounds
 
 
 @pytest.mark.loop
@@ -55,11 +60,10 @@ async def test_memory_is_quiet_after_the_datadist_or_the_link_has_ended(path: st
     tally = quiet.Tally()
     rounds = scale(3 * len(quiet.ENDINGS), least=4)
     # On an idle machine most transfers are over before the ending comes: go on until some were not, to prove something.
-    for seed in range(10 * rounds):
+    for seed in itertools.count():
         tally += await quiet.ending_round(path, seed)
         if seed + 1 >= rounds and tally.rounds > tally.ends["ok"] > 0:
             break
-    assert tally.rounds > tally.ends["ok"] > 0, tally
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -67,13 +71,10 @@ async def test_memory_is_quiet_after_the_peer_was_killed(path: str, scale: Any) 
     kills = scale(17, least=3)
     async with quiet.kill_bench(path) as bench:
         # As above: few kills may all come too late to meet a running transfer.
-        for seed in range(10 * kills):
+        for seed in itertools.count():
             await bench.kill(seed)
             if seed + 1 >= kills and bench.tally.ends["PeerLostError"] > 0:
                 break
-        tally = bench.tally
-    assert tally.rounds >= kills
-    assert tally.ends["PeerLostError"] > 0, tally
 
 
 # One of many. ---------------------------------------------------------------------------------------------------------
@@ -100,7 +101,9 @@ async def test_ending_1_of_20_pulls_leaves_19_and_the_connections(
     async with quiet.bench(path, lanes=20, drain_timeout=drain_timeout) as bench:
         before, epoch = _sockets(), bench.link.epoch
         blocks = np.random.default_rng(0).permutation(quiet.LANE_BLOCKS)
-        for turn in range(scale(4, least=2)):
+        for turn in itertools.count():
+            if turn >= scale(4, least=2) and cut_short:
+                break  # else each was over before it was ended, which proves nothing
             for lane in bench.lanes:
                 lane.fill()
             victim = random.Random(turn).randrange(20)
@@ -126,7 +129,6 @@ async def test_ending_1_of_20_pulls_leaves_19_and_the_connections(
                     for local, source in zip(lane.local, lane.source, strict=True):
                         assert (local[blocks[::-1]] == source[blocks]).all(), (turn, index)
             bench.lanes[victim].check("after the other 19 had ended")
-        assert cut_short > 0
         assert bench.link.state is adt.LinkState.READY
         assert bench.mine.links[bench.theirs.cluster_id] is bench.link
         assert bench.link.epoch == epoch
@@ -138,19 +140,17 @@ async def test_ending_1_of_20_pulls_leaves_19_and_the_connections(
 async def test_a_fence_waits_for_what_runs(path: str, scale: Any) -> None:
     async with quiet.bench(path, lanes=2, inline_bytes=0) as bench:
         blocks = np.random.default_rng(0).permutation(2 * quiet.LANE_BLOCKS)
-        late = 0
         for turn in range(scale(50, least=10)):
             for rows_ in bench.local_rows:
                 rows_[:] = turn % quiet.FENCED
             pushes = [bench.manager.push_blocks(bench.target_key, bench.local, blocks, blocks) for _ in range(2)]
-            late += not pushes[1].done()
+            assert not pushes[1].done()  # the loop has not turned since
             await bench.theirs.fence(bench.mine.cluster_id)
             for target in bench.target_rows:
                 target[:] = quiet.FENCED
             await asyncio.gather(*pushes)
             await quiet.pause(0.001)
             assert all(same_at(target, quiet.FENCED) for target in bench.target_rows), turn
-        assert late > 0
 
 
 # Waiting. -------------------------------------------------------------------------------------------------------------
@@ -159,31 +159,41 @@ async def test_a_fence_waits_for_what_runs(path: str, scale: Any) -> None:
 @pytest.mark.loop
 async def test_a_task_cancelled_before_its_first_step_waits_for_the_end() -> None:
     async with quiet.bench("ordinary", lanes=1, inline_bytes=0) as bench:
-        blocks = np.random.default_rng(0).permutation(quiet.LANE_BLOCKS)
+        endless = await Endless(bench.theirs, bench.mine).ready()
 
-        def pull() -> adt.Transfer[None]:
-            return bench.manager.pull_blocks(bench.source_key, bench.local, blocks, blocks)
+        async def running() -> adt.Transfer[None]:
+            transfer = endless.start()
+            await until(lambda: transfer.progress.bytes_done)
+            return transfer
 
-        transfer = pull()
+        def quiet_now(transfer: adt.Transfer[None]) -> None:
+            assert transfer.cancelled()
+            endless.memory[:] = 0xEE
+
+        transfer = await running()
         task = asyncio.create_task(transfer.wait())
         task.cancel("why")
         await asyncio.wait((task,))
-        assert transfer.cancelled()
+        quiet_now(transfer)
         assert task.cancelled()
+        await asyncio.sleep(0.01)
+        assert same_at(endless.memory, 0xEE)
 
-        transfer = pull()
+        transfer = await running()
         with pytest.raises(ExceptionGroup):
             async with asyncio.TaskGroup() as group:
                 group.create_task(transfer.wait())
                 raise ZeroDivisionError
-        assert transfer.cancelled()
+        quiet_now(transfer)
 
-        transfer = pull()
+        transfer = await running()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(transfer.wait(), 0)
-        assert transfer.cancelled()
+        quiet_now(transfer)
+        await asyncio.sleep(0.01)
+        assert same_at(endless.memory, 0xEE)
 
-        transfer = pull()
+        transfer = bench.manager.pull_blocks(bench.source_key, bench.local, [0], [0])
         await transfer.wait()
         task = asyncio.create_task(transfer.wait())
         task.cancel()
@@ -210,15 +220,16 @@ async def test_dropping_a_transfer_changes_nothing() -> None:
 
 # Stopped processes. ---------------------------------------------------------------------------------------------------
 #
-# Fast: every limit here is far below the time that the peer stays stopped.
+# Fast: every limit here is far below the time that the peer stays stopped, and above what a busy machine keeps a thread
+# waiting.
 
 # Small blocks in any order: a batch is many pieces then, and the peer is stopped between two of them.
 SHAPE = (2048, 1024)
 TENSORS = 2
-HEARTBEAT = 0.4
+HEARTBEAT = 1.5
 DRAIN = 0.1
 FAST: dict[str, Any] = {"heartbeat_limit": HEARTBEAT, "drain_timeout": DRAIN}
-LONGER_THAN_ALL = 2 * HEARTBEAT + 3 * DRAIN
+LONGER_THAN_ALL = HEARTBEAT + 5 * DRAIN
 DATA, AGAIN, PATTERN = 0x11, 0x22, 0xEE
 
 
@@ -289,7 +300,7 @@ class Stopped:
         """Return how the peer's transfers have ended."""
         found = set()
         for number in self.traffic:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE):
                 while (error := (await self.peer.call("traffic", number=number))["error"]) is None:
                     await asyncio.sleep(0.005)
             found.add(error)
@@ -312,7 +323,7 @@ async def stopped(path: str, kind: str, seed: int, **options: Any) -> AsyncItera
         finally:
             peer.kill()
             dd.abort()
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE):
                 await dd.wait_closed()
 
 
@@ -336,13 +347,13 @@ async def test_shm_memory_is_not_given_back_while_a_stopped_peer_may_touch_it(pa
             )
             assert isinstance(late, adt.LinkTimeout), late
             assert isinstance(exposed, adt.MemoryStillExposed), exposed
-            assert peer_id not in c.dd.links  # silent for longer than the heartbeat limit
+            await until(lambda: peer_id not in c.dd.links)  # silent for longer than the heartbeat limit
             assert len(c.caches[1].tensors) == TENSORS  # referenced until it is quiet
             waiting = [c.dd.fence(peer_id, timeout=None), manager.unregister_cache(c.caches[1])]
             await asyncio.sleep(0.05)
             assert not any(wait.done() for wait in waiting)
             c.peer.resume()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE):
                 await waiting[0]
                 c.reuse(0)
                 await waiting[1]
@@ -372,7 +383,7 @@ async def test_closing_names_the_caches_that_a_stopped_peer_may_touch(kind: str,
             await asyncio.sleep(LONGER_THAN_ALL if seed % 3 == 0 else 0.05)
             assert not waiting.done()
             c.peer.resume()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE):
                 await waiting
             for index in (0, 1):
                 c.reuse(index)
@@ -395,7 +406,7 @@ async def test_the_exit_of_a_stopped_peer_gives_the_memory_back(path: str, scale
             await asyncio.sleep(0.05)
             assert not any(wait.done() for wait in waiting)
             c.peer.kill()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE):
                 await asyncio.gather(*waiting)
             for index in (0, 1):
                 c.reuse(index)
@@ -414,7 +425,7 @@ async def test_tcp_memory_is_given_back_without_waiting_for_a_stopped_peer(
         async with stopped("tcp", kind, seed, heartbeat_limit=heartbeat) as c:
             manager, peer_id = c.dd.cache_manager, c.peer.cluster_id
             # The peer stays stopped until all this is over.
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE):
                 if seed % 2:
                     await c.dd.fence(peer_id)
                     c.reuse(0)
@@ -431,8 +442,7 @@ async def test_tcp_memory_is_given_back_without_waiting_for_a_stopped_peer(
                 await c.wake(kind, 1)
                 assert c.dd.links[peer_id].state is adt.LinkState.READY
             else:
-                while peer_id in c.dd.links:
-                    await asyncio.sleep(0.01)
+                await until(lambda: peer_id not in c.dd.links)
                 c.check(0, 1)
                 await c.wake(kind, 0, 1)
                 assert await c.errors() <= {*LINK_ENDED, "CacheNotFound", "TransferAborted"}
@@ -457,17 +467,19 @@ async def test_a_fence_over_tcp_ends_a_transfer_of_a_stopped_peer_and_not_the_li
         link = await dd.link(peer.info)
         blocks = [np.random.default_rng(seed).permutation(shape[0]).tolist() for seed in (1, 2)]
         arguments = {"kind": kind, "name": "kv", "cluster_id": dd.cluster_id, "blocks": blocks}
-        rounds = scale(10)
-        for seed in range(10 * rounds):
-            if seed >= rounds and aborted:
+        for seed in itertools.count():
+            if seed >= scale(10) and aborted:
                 break  # else all were over before the stop, which proves nothing
             memory[:] = DATA
-            # It has begun when this returns.
             begin = "kept['running'] = peer._start(kind, 'kv', to, 0, blocks, None)"
-            await peer.run(begin, kind=kind, to=dd.cluster_id, blocks=blocks)
-            await asyncio.sleep(random.Random(seed).uniform(0.0, 0.008))
-            peer.stop()
-            async with asyncio.timeout(20):
+            if seed % 2 == 0:
+                await peer.run_and_stop(begin, kind=kind, to=dd.cluster_id, blocks=blocks)
+            else:
+                # It has begun when this returns, and may be over before the stop.
+                await peer.run(begin, kind=kind, to=dd.cluster_id, blocks=blocks)
+                await asyncio.sleep(random.Random(seed).uniform(0.0, 0.008))
+                peer.stop()
+            async with asyncio.timeout(PATIENCE):
                 await dd.fence(peer.cluster_id)
             memory[:] = PATTERN
             peer.resume()
@@ -488,7 +500,6 @@ async def test_a_fence_over_tcp_ends_a_transfer_of_a_stopped_peer_and_not_the_li
             await peer.call("transfer", **arguments)
             assert same_at(memory, 0x22)
             await peer.call("fill", name="kv", value=DATA)
-    assert aborted > 0
 
 
 def _shrink_send_buffers() -> None:
@@ -549,7 +560,9 @@ async def test_a_cancel_that_does_not_drain_ends_by_force(kind: str, scale: Any)
             await counting
             if scope.cancelled_caught:
                 assert half[0].cancelled()
-                assert turns > 10  # it was slow, and the loop ran on
+            if turn % 2 == 0:
+                assert scope.cancelled_caught
+                assert turns > 2  # it was slow, and the loop ran on, as often as the machine let it
             peer.resume()
             for _ in range(10):
                 await asyncio.sleep(0.01)
@@ -628,15 +641,10 @@ async def test_tensors_outlive_a_datadist_that_was_dropped_while_exposed() -> No
         gc.collect()
         assert all(ref() is not None for ref in alive), "freed while a stopped peer could still write to it"
         peer.resume()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             await center.wait_closed()
         del center
-        for _ in range(100):
-            gc.collect()
-            if all(ref() is None for ref in alive):
-                break
-            await asyncio.sleep(0.02)
-        assert all(ref() is None for ref in alive)
+        await until(lambda: (gc.collect(), all(ref() is None for ref in alive))[1])
 
 
 async def test_a_failure_in_the_peer_comes_back_with_its_traceback() -> None:
