@@ -7,6 +7,7 @@ import contextlib
 import os
 import secrets
 import socket
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -705,6 +706,17 @@ def _seqpacket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def test_yama_keeps_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two processes that live, and are nobody's parent: those of a test run in a container may be one and the same.
+    living = [subprocess.Popen(["sleep", "1000"]) for _ in range(2)]
+    try:
+        keeps_one_name(monkeypatch, *(process.pid for process in living))
+    finally:
+        for process in living:
+            process.kill()
+            process.wait()
+
+
+def keeps_one_name(monkeypatch: pytest.MonkeyPatch, alive: int, other: int) -> None:
     named: list[int] = []
 
     class Core:
@@ -715,7 +727,6 @@ def test_yama_keeps_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hostproof, "_core", Core())
     monkeypatch.setattr(hostproof, "_tracer", 0)
     monkeypatch.setattr(hostproof, "ptrace_scope", lambda: 1)
-    alive, other = os.getppid(), 1
     hostproof.allow_ptracer(os.getpid(), allow_any=False)
     assert named == []
     hostproof.allow_ptracer(alive, allow_any=False)

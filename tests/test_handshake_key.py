@@ -26,12 +26,13 @@ from aiodatadist.errors import DataDistError, HandshakeError, LinkError, PeerLos
 from aiodatadist.types import Address, ClusterInfo, LinkState
 
 from .test_handshake import LISTEN, closed_by_peer, dial, fake_peer, identity, idle, until_idle
+from .waiting import PATIENCE
 
 pytestmark = pytest.mark.loop
 
 KEY, OTHER = b"correct horse battery", b"wrong horse, no battery"
 KEYED = Config(cluster_key=KEY)
-KEYED_TCP = Config(cluster_key=KEY, transports=("tcp",), handshake_timeout=0.5, link_timeout=2.0)
+KEYED_TCP = Config(cluster_key=KEY, transports=("tcp",), handshake_timeout=600.0, link_timeout=600.0)
 CHALLENGE = bytes(range(32))
 ENGINE, DATA = wire.ConnectionKind.ENGINE, wire.ConnectionKind.DATA
 
@@ -227,7 +228,7 @@ async def listening(config: Config = KEYED_TCP) -> AsyncIterator[DataDist]:
 
 
 async def test_x2_before_the_proof_a_client_learns_a_challenge_and_costs_nothing() -> None:
-    async with listening(Config(cluster_key=KEY, handshake_timeout=0.3)) as a:
+    async with listening(Config(cluster_key=KEY, handshake_timeout=2.0)) as a:
         client = await Client.hello(a, transports=["shm", "tcp"])
         message = await client.channel.expect(wire.Challenge)
         assert message.__struct_fields__ == ("challenge",)
@@ -505,7 +506,7 @@ async def test_x2_downgrades_and_changes_on_the_way_are_refused(
 async def test_x2_a_change_after_the_first_proofs_is_noticed_by_the_last(caplog: pytest.LogCaptureFixture) -> None:
     """Here somebody takes shared memory off the table."""
     caplog.set_level(logging.INFO)
-    config = Config(cluster_key=KEY, handshake_timeout=0.5)
+    config = Config(cluster_key=KEY, handshake_timeout=600.0)
     refuse = altered(proved=False, reason="no")
     async with DataDist(1, listen=LISTEN, config=config) as a, DataDist(2, config=config) as b:
         async with wiretap(a.listen_address, changed(2, "c", refuse)) as tap:
@@ -553,7 +554,7 @@ async def test_x2_a_stolen_token_is_good_for_nothing() -> None:
 
 
 async def test_x2_macs_without_a_key_are_refused() -> None:
-    async with DataDist(1, listen=LISTEN, config=Config(handshake_timeout=0.5)) as a:
+    async with DataDist(1, listen=LISTEN, config=Config(handshake_timeout=600.0)) as a:
         client = await Client.hello(a, key=None)
         reply = await client.channel.expect(wire.HelloReply)
         preamble = SessionKey(bytes(32)).seal(wire.Preamble(ENGINE, 0, reply.token))
@@ -564,24 +565,24 @@ async def test_x2_macs_without_a_key_are_refused() -> None:
 
 async def test_x2_the_host_nonce_alone_opens_no_unix_socket() -> None:
     """What the handshake says in the clear is not what the memfd has to hold."""
-    async with listening(Config(cluster_key=KEY, handshake_timeout=0.5)) as a:
+    async with listening(Config(cluster_key=KEY, handshake_timeout=600.0)) as a:
         client = await Client.hello(a, transports=["shm", "tcp"])
         reply, key = await client.proved()
         assert reply.host is not None
         for stolen in (None, SessionKey(secrets.token_bytes(32))):
             with pytest.raises(hostproof.HostRefused, match="not one that was offered"):
-                await hostproof.prove_same_host(Runtime(), reply.host, stolen, 2.0)
-        peer = await hostproof.prove_same_host(Runtime(), reply.host, key, 2.0)
+                await hostproof.prove_same_host(Runtime(), reply.host, stolen, PATIENCE)
+        peer = await hostproof.prove_same_host(Runtime(), reply.host, key, PATIENCE)
         assert peer.pid == os.getpid()
         with pytest.raises(hostproof.HostRefused, match="not one that was offered"):
-            await hostproof.prove_same_host(Runtime(), reply.host, key, 2.0)
+            await hostproof.prove_same_host(Runtime(), reply.host, key, PATIENCE)
         peer.close()
         client.channel.close()
 
 
 async def test_h4_a_session_that_is_over_lets_nobody_in() -> None:
     """faults.md H4: what a handshake handed out is worth nothing once it has expired."""
-    config = Config(cluster_key=KEY, link_timeout=0.3, handshake_timeout=0.3)
+    config = Config(cluster_key=KEY, link_timeout=2.0, handshake_timeout=2.0)
     async with listening(config) as a:
         client = await Client.hello(a, transports=["shm", "tcp"])
         reply, key = await client.proved()
@@ -589,7 +590,7 @@ async def test_h4_a_session_that_is_over_lets_nobody_in() -> None:
         await closed_by_peer(client.channel)
         await closed_by_peer(await dial(a.listen_address, key.seal(wire.Preamble(ENGINE, 0, reply.token))))
         with pytest.raises(hostproof.HostRefused, match="not one that was offered"):
-            await hostproof.prove_same_host(Runtime(), reply.host, key, 2.0)
+            await hostproof.prove_same_host(Runtime(), reply.host, key, PATIENCE)
 
 
 async def test_x2_without_a_key_listening_beyond_this_host_warns(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,9 +9,9 @@ import os
 import socket
 import stat
 import threading
+from collections.abc import Iterator
 from typing import Any
 
-import anyio
 import numpy as np
 import pytest
 
@@ -33,6 +33,8 @@ from aiodatadist.errors import (
 )
 from aiodatadist.types import Address, BlocksCacheKey, ClusterInfo, LinkState, LinkStateChanged, PeerChanged, Role
 
+from .waiting import reserved_address, until
+
 pytestmark = pytest.mark.loop
 
 LISTEN = "127.0.0.1:0"
@@ -40,12 +42,6 @@ LISTEN = "127.0.0.1:0"
 
 def info(dd: DataDist) -> ClusterInfo:
     return ClusterInfo(dd.cluster_id, dd.listen_address)
-
-
-async def until(condition: Any, within: float = 10.0) -> None:
-    with anyio.fail_after(within):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def listening() -> int:
@@ -80,14 +76,20 @@ async def pull_works(b: DataDist, model_id: int = 0) -> None:
 # Starting, moving, stopping. --------------------------------------------------------------------------------
 
 
-async def test_listening_starts_moves_and_stops_under_a_link_that_goes_on() -> None:
+@pytest.fixture
+def kept_address() -> Iterator[str]:
+    with reserved_address() as address:
+        yield address
+
+
+async def test_listening_starts_moves_and_stops_under_a_link_that_goes_on(kept_address: str) -> None:
     before = listening()
     async with DataDist(1) as a, DataDist(2) as b, DataDist(3) as c:
         assert a.listen_address is None
         assert listening() == before
-        first = await a.start_listening(LISTEN)
+        first = await a.start_listening(kept_address)
         assert a.listen_address == first
-        assert first.port > 0
+        assert str(first) == kept_address
         theirs = a.cache_manager.register_blocks_cache(array(7), key=BlocksCacheKey(1))
         await theirs.ready()
         link = await b.link(ClusterInfo(1, first))
@@ -347,10 +349,21 @@ async def test_a_link_local_address_keeps_its_interface() -> None:
 # Several addresses. -----------------------------------------------------------------------------------------
 
 
+_taken: list[socket.socket] = []
+
+
+@pytest.fixture(autouse=True)
+def give_ports_back() -> Iterator[None]:
+    yield
+    while _taken:
+        _taken.pop().close()
+
+
 def refused() -> Address:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return Address(*free.getsockname())
+    """Return an address that refuses for as long as the test runs: nobody else can listen there."""
+    _taken.append(socket.socket())
+    _taken[-1].bind(("127.0.0.1", 0))
+    return Address(*_taken[-1].getsockname())
 
 
 def black_hole(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
@@ -418,7 +431,7 @@ async def test_a_silent_address_is_passed_by_and_asked_again_when_no_other_is_le
             gone = refused()
             words = rf"waiting for the answer to Hello \({gone}: Connection refused\)"
             with pytest.raises(LinkTimeout, match=words):
-                await b.link(ClusterInfo(7, [(host, port), gone]), timeout=0.3)
+                await b.link(ClusterInfo(7, [(host, port), gone]), timeout=2.0)
             silent.setblocking(False)
             with silent.accept()[0], silent.accept()[0], silent.accept()[0]:
                 pass  # one from the first call, two from the second

@@ -7,7 +7,6 @@ import itertools
 import random
 import socket
 from collections.abc import AsyncIterator
-from typing import Any
 
 import anyio
 import numpy as np
@@ -19,16 +18,11 @@ from aiodatadist.control.relink import Backoff
 from aiodatadist.types import LinkState, LinkStateChanged
 
 from .peers import PeerProcess, spawn
+from .waiting import PATIENCE, reserved_address, until
 
 pytestmark = pytest.mark.loop
 
 TRANSPORTS = [("shm", "tcp"), ("tcp",)]
-
-
-async def until(condition: Any, within: float = 30.0) -> None:
-    with anyio.fail_after(within):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 @pytest.fixture(params=TRANSPORTS, ids=lambda names: names[0])
@@ -71,7 +65,7 @@ class Changes:
         self.seen: list[LinkStateChanged] = []
 
     async def until(self, new: LinkState, *, attempt: int | None = None) -> LinkStateChanged:
-        with anyio.fail_after(30):
+        with anyio.fail_after(PATIENCE):
             async for event in self._events:
                 if isinstance(event, LinkStateChanged):
                     self.seen.append(event)
@@ -87,13 +81,17 @@ async def test_p3_a_killed_peer_that_comes_back_is_linked_again_with_its_new_mem
     dd: adt.DataDist, transports: tuple[str, ...]
 ) -> None:
     """faults.md P3: the table is the new incarnation's, and nothing is read at the old addresses."""
+    with reserved_address() as address:
+        await come_back(dd, address, transports)
+
+
+async def come_back(dd: adt.DataDist, address: str, transports: tuple[str, ...]) -> None:
     mine = cache_of(dd)
     changes = Changes(dd)
-    async with spawn(1, transports=transports) as first:
+    async with spawn(1, listen=address, transports=transports) as first:
         await offer(first, 0x11)
         link = await dd.link(first.info, auto_relink=True)
         assert await pull(dd, mine) == 0x11
-        address = first.address
         first.kill()
         lost = await changes.until(LinkState.BROKEN)
         assert (lost.attempt, lost.epoch) == (0, 1)
@@ -215,7 +213,7 @@ async def test_closing_does_not_wait_for_attempts(transports: tuple[str, ...]) -
         await dd.link(peer.info, auto_relink=True)
         peer.kill()
         await changes.until(LinkState.BROKEN)
-        with anyio.fail_after(30):
+        with anyio.fail_after(PATIENCE):
             await dd.aclose()
 
 
@@ -223,10 +221,16 @@ async def test_p2_a_call_tries_at_once_whatever_failed_before(
     dd: adt.DataDist, transports: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """faults.md P2: failures lengthen the pauses of the background only, and the peer is used again when it is back."""
+    with reserved_address() as address:
+        await try_at_once(dd, address, transports, monkeypatch)
+
+
+async def try_at_once(
+    dd: adt.DataDist, address: str, transports: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     changes = Changes(dd)
-    async with spawn(1, transports=transports) as first:
+    async with spawn(1, listen=address, transports=transports) as first:
         await dd.link(first.info, auto_relink=True)
-        address = first.address
         first.kill()
         await changes.until(LinkState.BROKEN, attempt=3)
     monkeypatch.setattr(relink, "LONGEST_PAUSE", 3600.0)
@@ -349,7 +353,7 @@ async def test_unlinking_a_stopped_peer_ends_the_link_and_says_that_it_did_not_a
             await unlinking
         assert link.state is LinkState.CLOSED
         peer.resume()
-        with anyio.fail_after(30):
+        with anyio.fail_after(PATIENCE):
             while await peer.run("return list(dd.links)"):
                 await asyncio.sleep(0.01)
         assert (await dd.link(peer.info)).state is LinkState.READY
