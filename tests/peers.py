@@ -35,8 +35,9 @@ import numpy as np
 
 import aiodatadist as adt
 
+from .waiting import PATIENCE
+
 ROOT = Path(__file__).resolve().parent.parent
-PATIENCE = 60.0
 
 
 class PeerFailure(Exception):

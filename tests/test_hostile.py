@@ -34,11 +34,12 @@ from . import engine_rig as rig
 from .conftest import Scale
 from .test_handshake import LISTEN, closed_by_peer, dial, fake_peer, identity
 from .test_handshake_key import until_linked_only
+from .waiting import PATIENCE
 
 pytestmark = pytest.mark.loop
 
 VICTIM, GOOD, BAD = 1, 2, 9
-CONFIG = Config(transports=("tcp",), handshake_timeout=1.0, link_timeout=5.0, tcp_connections=1, drain_timeout=0.05)
+CONFIG = Config(transports=("tcp",), handshake_timeout=5.0, link_timeout=20.0, tcp_connections=1, drain_timeout=0.05)
 OK, BOUNDS, NOT_FOUND, PERMISSION = 0, -3, -2, -4
 SECRET, OPEN = 0xA5, 0x11
 
@@ -81,7 +82,7 @@ class Scene:
         key = adt.BlocksCacheKey(VICTIM, 1)
         while key not in self.good.links[VICTIM].table:
             await asyncio.sleep(0.001)
-        await self.good.cache_manager.pull_blocks(key, self.mine, range(8), range(8), timeout=20)
+        await self.good.cache_manager.pull_blocks(key, self.mine, range(8), range(8), timeout=PATIENCE)
         assert bool((target == OPEN).all())
         assert self.victim.links[GOOD].state is LinkState.READY
 
@@ -143,7 +144,7 @@ class Attacker:
 
     async def dropped(self) -> None:
         """Wait until the victim has ended the link and all its connections."""
-        await closed_by_peer(self.control, 20)
+        await closed_by_peer(self.control)
         for stream in (self.engine, self.data):
             with contextlib.suppress(OSError):
                 while await stream.receive():
@@ -380,7 +381,7 @@ async def test_x1_messages_out_of_order_in_every_state(state: str) -> None:
                     await control.expect(wire.Attached)
             control.finish(1 << 20, 1 << 20)
             control.send(message)
-            await closed_by_peer(control, 20)
+            await closed_by_peer(control)
             for other in others:
                 other.close()
         assert set(it.victim.links) == {GOOD}
@@ -415,7 +416,7 @@ async def test_x1_a_listener_that_speaks_out_of_order(state: str) -> None:
 
             async with fake_peer(script) as address:
                 with pytest.raises(LinkError) as caught:
-                    await it.victim.link(ClusterInfo(BAD, address), timeout=20)
+                    await it.victim.link(ClusterInfo(BAD, address), timeout=PATIENCE)
                 assert isinstance(caught.value, (ProtocolError, LinkError))
                 assert not isinstance(caught.value, TimeoutError), name
 
@@ -438,7 +439,7 @@ async def test_x2_connections_that_claim_every_kind_with_every_token() -> None:
         ]
         streams = [await dial(it.victim.listen_address, preamble) for preamble in preambles]
         for channel in streams:
-            await closed_by_peer(channel, 20)
+            await closed_by_peer(channel)
         assert it.victim.links[BAD].state is LinkState.READY
         bad.close()
 
@@ -449,7 +450,7 @@ async def test_x2_bytes_after_the_preamble_of_a_stranger_are_never_looked_at() -
             channel = await dial(it.victim.listen_address, wire.Preamble(kind, 0, secrets.token_bytes(16)))
             with contextlib.suppress(OSError):
                 channel.stream.send(rig.request(rig.WRITE_FRAME, it.rw.id, [(0, 0, 64)], payload=b"\xee" * 64))
-            await closed_by_peer(channel, 20)
+            await closed_by_peer(channel)
 
 
 # The engine: data frames and messages. ----------------------------------------------------------------------
@@ -548,7 +549,7 @@ async def test_x1_a_flood_of_engine_messages_leaves_the_others_served(scale: Sca
 @pytest.mark.parametrize("slow", ["preamble", "Hello", "Agree"])
 async def test_x2_slow_loris(slow: str) -> None:
     """Time is limited from the first byte, not from the last."""
-    config = dataclasses.replace(CONFIG, handshake_timeout=0.3, link_timeout=0.6)
+    config = dataclasses.replace(CONFIG, handshake_timeout=1.0, link_timeout=3.0)
     async with scene(config) as it:
         preamble = wire.Preamble(wire.ConnectionKind.CONTROL).pack()
         agree = sent(wire.Agree(transports=["tcp"], data_connections=1))
@@ -563,7 +564,7 @@ async def test_x2_slow_loris(slow: str) -> None:
             for sent_so_far, byte in enumerate(rest):
                 try:
                     channel.stream.send(bytes([byte]))
-                    await asyncio.sleep(0.05)
+                    await asyncio.sleep(0.1)
                     await channel.stream.flush()
                 except OSError:
                     cut.append(sent_so_far)
@@ -596,7 +597,7 @@ async def test_x2_the_oldest_without_a_proof_makes_room(monkeypatch: pytest.Monk
         assert len(it.victim._center._reception._unknown) <= 8
         assert it.victim._center.links._incoming == 0
         for channel in claims[:20]:
-            await closed_by_peer(channel, 20)
+            await closed_by_peer(channel)
         for channel in claims[20:]:
             channel.close()
         await late.unlink(ClusterInfo(VICTIM))
