@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib.util
 import os
@@ -21,7 +22,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
 
-REQUIRABLE = ("torch", "npu", "uvloop", "verbs", "hixl", "redis", "unprivileged")
+REQUIRABLE = ("torch", "npu", "uvloop", "verbs", "hixl", "redis", "unprivileged", "smollm2")
 # A test that swallowed the failure of the hang limit ends the whole run this many seconds later.
 HARD_LIMIT_AFTER = 30.0
 # Native threads may still be letting go of what they hold when a test returns.
@@ -108,6 +109,19 @@ def _missing_transport(name: str) -> str | None:
     return str(reason) if reason else None
 
 
+@functools.cache
+def _missing_smollm2() -> str | None:
+    """Fetch the model into the usual cache folder, once for all tests: 98 MB."""
+    from aiodatadist.errors import DataDistError
+    from aiodatadist.model import find_model
+
+    try:
+        find_model("smollm2").fetch(lambda text: None)
+    except DataDistError as why:
+        return str(why)
+    return None
+
+
 def _missing(name: str) -> str | None:
     """Say why a requirement is not met, or None."""
     if name == "npu":
@@ -118,6 +132,8 @@ def _missing(name: str) -> str | None:
         return _missing_module("redis") or (None if shutil.which("redis-server") else "no redis-server on PATH")
     if name == "unprivileged":
         return "running as root" if os.geteuid() == 0 else None
+    if name == "smollm2":
+        return _missing_smollm2()
     return _missing_module(name)
 
 

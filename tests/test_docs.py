@@ -217,6 +217,10 @@ def test_the_shell_commands_of_documents_exist() -> None:
                         named = re.fullmatch(r"'?\.(?:\[([a-z,]+)\])?'?", what)
                         assert named, command
                         assert set(filter(None, (named[1] or "").split(","))) <= set(extras), command
+                    case ["pip", "install", what]:
+                        named = re.fullmatch(r"'aiodatadist\[([a-z,]+)\]'", what)
+                        assert named, command
+                        assert set(named[1].split(",")) <= set(extras), command
                     case ["pytest"]:
                         pass
                     case ["aiodatadist", name, *options]:

