@@ -43,7 +43,8 @@ from ..types import (
 
 if TYPE_CHECKING:
     from .._loop import Runtime, Timer
-    from ..cache import Blocks, Cache
+    from .._sides import Blocks
+    from ..registry import Cache
     from ..transfer import Transfer
     from .links import Link
 
