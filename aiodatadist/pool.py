@@ -20,7 +20,8 @@ __all__ = ["MemoryPool"]
 class MemoryPool:
     """Library memory for caches that come and go, so that allocating one asks nothing of the kernel.
 
-    Made by `CacheManager.memory_pool`. Peers of this host map the whole pool once. A cache takes whole pages, next to
+    Made by `CacheManager.memory_pool`. Peers of this host map the whole pool once, as long as they know a cache in it. A
+    cache takes whole pages, next to
     each other, from the first gap that is large enough. Its pages are free again when it is deallocated, quiet and the
     last array over it is gone; in which thread that happens does not matter. The pool itself goes with the last
     reference to it and to its caches.
