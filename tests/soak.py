@@ -1,6 +1,6 @@
-"""The random rounds of `test_quiet`, for as long as they are given: see `.ci/soak`.
+"""The random rounds of `test_quiet` and `test_leases`, for as long as they are given: see `.ci/soak`.
 
-    python -m tests.soak cancel|kill --seconds N --state FILE [--seed-from N]
+    python -m tests.soak cancel|kill|lease --seconds N --state FILE [--seed-from N]
 
 FILE keeps the next seed and the counts, and is written after every batch, so that a run that was ended at any moment is
 taken up by the next. The first round that breaks a rule is named by its seed, and the exit code is 1.
@@ -21,11 +21,13 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import quiet
+from . import lease_rounds, quiet
+from .pairs import linked
 
-GOALS = {"cancel": 100_000, "kill": 1_000}
+GOALS = {"cancel": 100_000, "kill": 1_000, "lease": 100_000}
 CANCELS_A_BATCH = 1_000
 KILLS_A_BATCH = 10
+LEASES_A_BATCH = 1_000
 
 
 class Stop(Exception):
@@ -110,7 +112,17 @@ async def kill(soak: Soak) -> None:
     soak.save(next_seed, tally)
 
 
-PARTS: dict[str, Callable[[Soak], Awaitable[None]]] = {"cancel": cancel, "kill": kill}
+async def lease(soak: Soak) -> None:
+    """A batch: requests that hold, adopt and release, over one transport."""
+    names = (("shm", "tcp"), ("tcp",))[soak.seed // LEASES_A_BATCH % 2]
+    async with linked(*names) as pair:
+        tally = await lease_rounds.rounds(pair, soak.seeds(LEASES_A_BATCH))
+    if not tally.rounds:
+        raise Stop
+    soak.save(soak.seed + LEASES_A_BATCH, tally)
+
+
+PARTS: dict[str, Callable[[Soak], Awaitable[None]]] = {"cancel": cancel, "kill": kill, "lease": lease}
 
 
 async def run(soak: Soak) -> None:
