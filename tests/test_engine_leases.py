@@ -30,7 +30,6 @@ from .engine_rig import (
     WRITE_FRAME,
     Event,
     Hand,
-    Rig,
     hand,
     message,
     request,
@@ -391,33 +390,28 @@ def test_a_link_that_has_ended_asks_nothing(h: Hand) -> None:
 # --- both -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def pair() -> Iterator[Rig]:
+def test_l4_a_consumer_that_is_stopped_loses_its_lease_at_the_ttl() -> None:
     with rig("tcp", "step", engines=2, drain_timeout=0.5, heartbeat_limit=3600.0) as r:
-        yield r
-
-
-def test_l4_a_consumer_that_is_stopped_loses_its_lease_at_the_ttl(pair: Rig) -> None:
-    r, node = pair, pair.owner.node
-    assert node.hold(LEASE, 7, 1.0, 1)
-    token = r.user.to_peer.adopt_lease(LEASE)
-    r.run(lambda: r.user.seen(_core.EVENT_LEASE_ANSWER, token))
-    # Neither side's ring is drained: no Python takes part.
-    for _ in range(100):
-        for engine in r.running:
-            engine.step(SECOND // 20)
-    assert [ended for _, ended, _, _ in node.leases()] == [False]
-    r.running = [r.engines[-1]]
-    left = round(node.leases()[0][3] * SECOND)
-    assert SECOND // 2 < left <= SECOND
-    r.turn(advance_ns=left - 1000)
-    assert [ended for _, ended, _, _ in node.leases()] == [False]
-    r.turn(advance_ns=1000)
-    assert [ended for _, ended, _, _ in node.leases()] == [True]
-    assert not r.owner.seen(_core.EVENT_LEASE_OVER)
-    r.running = list(r.engines)
-    r.run(lambda: r.owner.seen(_core.EVENT_LEASE_OVER) and r.user.seen(_core.EVENT_LEASE_LOST))
-    assert r.user.seen(_core.EVENT_LEASE_LOST, LEASE)[0].status == TIMEOUT
+        node = r.owner.node
+        assert node.hold(LEASE, 7, 1.0, 1)
+        token = r.user.to_peer.adopt_lease(LEASE)
+        r.run(lambda: r.user.seen(_core.EVENT_LEASE_ANSWER, token))
+        # Neither side's ring is drained: no Python takes part.
+        for _ in range(100):
+            for engine in r.running:
+                engine.step(SECOND // 20)
+        assert [ended for _, ended, _, _ in node.leases()] == [False]
+        r.running = [r.engines[-1]]
+        left = round(node.leases()[0][3] * SECOND)
+        assert SECOND // 2 < left <= SECOND
+        r.turn(advance_ns=left - 1000)
+        assert [ended for _, ended, _, _ in node.leases()] == [False]
+        r.turn(advance_ns=1000)
+        assert [ended for _, ended, _, _ in node.leases()] == [True]
+        assert not r.owner.seen(_core.EVENT_LEASE_OVER)
+        r.running = list(r.engines)
+        r.run(lambda: r.owner.seen(_core.EVENT_LEASE_OVER) and r.user.seen(_core.EVENT_LEASE_LOST))
+        assert r.user.seen(_core.EVENT_LEASE_LOST, LEASE)[0].status == TIMEOUT
 
 
 @pytest.mark.parametrize("path", ["shm-mapped", "shm-process_vm", "tcp"])
