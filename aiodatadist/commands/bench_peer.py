@@ -263,6 +263,12 @@ class Owner:
         """Close what `open_others` opened."""
         await self._others.aclose()
 
+    async def finish(self) -> None:
+        """Come to an end, whatever was asked for last. The other ends of raw sockets are gone, so they wait no more."""
+        if self._serving is not None:
+            await asyncio.gather(self._serving, return_exceptions=True)
+        await self.close_others()
+
 
 async def _run(line: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=line)
@@ -270,7 +276,7 @@ async def _run(line: socket.socket) -> None:
         listener = leave.enter_context(socket.create_server(("127.0.0.1", 0)))
         dd = adt.DataDist(PEER_ID, adt.Role.PROMPT, listen="127.0.0.1:0", config=config("shm", "tcp"))
         owner = Owner(await leave.enter_async_context(dd), listener, leave)
-        leave.push_async_callback(owner.close_others)
+        leave.push_async_callback(owner.finish)
         while True:
             try:
                 name, arguments = await _read(reader)
