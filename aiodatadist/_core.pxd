@@ -160,6 +160,8 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
         vector[int] data
         int32_t pid
         int pidfd
+        uint64_t secret_address
+        unsigned char *secret_data "secret.data" ()
         cbool process_vm
         cbool dialed
         uint64_t cluster
@@ -249,8 +251,8 @@ cdef extern from "region.hpp" namespace "adt" nogil:
         size_t bytes()
         cbool populate(size_t at, size_t step)
     cdef cppclass CSecret "adt::Secret":
-        CSecret() except +
-        unsigned char value[32]
+        const unsigned char value[32]
+    const CSecret &c_secret_of_process "adt::Secret::of_process"() except +
     int c_probe_process_vm "adt::probe_process_vm"(int pid, uint64_t address, const void *expected, size_t bytes)
     int c_allow_ptracer "adt::allow_ptracer"(long pid)
 
@@ -311,7 +313,7 @@ cdef class Span:
     cdef Py_ssize_t shape[1]
 
 cdef class Secret:
-    cdef CSecret *secret
+    cdef const CSecret *secret
 
 cdef class Slot:
     cdef readonly uint64_t index

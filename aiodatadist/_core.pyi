@@ -110,6 +110,8 @@ class Node:
         peer_limit: float = 0.0,
         exposed: bool = True,
         cluster_id: int = 0,
+        secret_address: int = 0,
+        secret: bytes = b"",
     ) -> Peer: ...
     def register_cache(
         self,

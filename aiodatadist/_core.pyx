@@ -22,6 +22,7 @@ from cpython.number cimport PyNumber_Index
 from cpython.ref cimport Py_DECREF, Py_INCREF
 cimport cython
 from cython.operator cimport dereference as deref
+from libc.string cimport memcpy
 from libcpp.utility cimport move
 
 import os
@@ -70,7 +71,7 @@ def live_objects():
 
 
 def forked():
-    """Say whether this process is a child forked after the library started; its objects are inert."""
+    """Say whether this process is a child forked while an engine was open; its objects are inert."""
     return bool(in_forked_child())
 
 
@@ -118,13 +119,10 @@ cdef unsigned transport_index(str name) except? 0xFFFFFFFF:
 
 @cython.final
 cdef class Secret:
-    """32 random bytes at a fixed address, which a peer reads to prove that process_vm works."""
+    """32 random bytes of this process at a fixed address, which a peer reads to prove that process_vm works."""
 
     def __cinit__(self):
-        self.secret = new CSecret()
-
-    def __dealloc__(self):
-        del self.secret
+        self.secret = &c_secret_of_process()
 
     @property
     def address(self):
@@ -210,8 +208,8 @@ cdef class Engine:
         cdef Engine self = Engine.__new__(Engine)
         cdef CEngineOptions options
         if in_forked_child():
-            raise ClosedError("this process was forked after aiodatadist started",
-                              hint="start workers with the spawn method, or fork before opening a DataDist")
+            raise ClosedError("this process was forked while a DataDist was open",
+                              hint="start workers with the spawn method, or fork while none is open")
         options.copy_threads = copy_threads
         options.io_threads = io_threads
         options.stepped = False
@@ -223,8 +221,8 @@ cdef class Engine:
     def stepped():
         """Open an engine without threads, whose clock moves only in `step`."""
         if in_forked_child():
-            raise ClosedError("this process was forked after aiodatadist started",
-                              hint="start workers with the spawn method, or fork before opening a DataDist")
+            raise ClosedError("this process was forked while a DataDist was open",
+                              hint="start workers with the spawn method, or fork while none is open")
         cdef Engine self = Engine.__new__(Engine)
         cdef CEngineOptions options
         options.copy_threads = 0
@@ -393,12 +391,15 @@ cdef class Node:
         let_go_node(self.node)
 
     def connect(self, int engine_fd, data_fds, *, int pid, int pidfd, bint process_vm, transports, bint dialed=False,
-                double peer_limit=0.0, bint exposed=True, uint64_t cluster_id=0):
+                double peer_limit=0.0, bint exposed=True, uint64_t cluster_id=0, uint64_t secret_address=0,
+                bytes secret=b""):
         """Start the native side of a link. Takes over every descriptor, whatever comes of it.
 
         Of three or more data connections the last two are for short requests: the dialing side's, then the other's.
         `peer_limit` is the silence in seconds that the peer bears; 0: as long as this side. Unless `exposed`, a peer of
-        this host counts as able to touch local memory only from `Peer.expose` on. `cluster_id` is the peer's.
+        this host counts as able to touch local memory only from `Peer.expose` on. `cluster_id` is the peer's. `secret`,
+        if there is one, is that of its process: once it cannot be found there, the process is another program and cannot
+        touch local memory.
         """
         cdef CConnectRequest request
         cdef shared_ptr[CPeer] peer
@@ -410,6 +411,9 @@ cdef class Node:
         request.dialed = dialed
         request.exposed = exposed
         request.cluster = cluster_id
+        if len(secret) == 32:
+            request.secret_address = secret_address
+            memcpy(request.secret_data(), <const char *>secret, 32)
         # The peer's own word: no number is above suspicion.
         request.peer_limit_ns = <uint64_t>(peer_limit * 1e9) if 0 < peer_limit < 1e9 else 0
         try:

@@ -140,7 +140,7 @@ class DataDist:
         ClosedError
             It was opened before. Make a new one instead.
         ForkedError
-            This process was forked after its parent had opened one.
+            This process was forked while its parent had one open.
         TransportError
             The address cannot be listened on, or no transport of the config works here.
         """
@@ -148,8 +148,8 @@ class DataDist:
             raise ClosedError(f"this DataDist is {self._center.state.value}", hint="make a new one; each opens once")
         if _core.forked():
             raise ForkedError(
-                "this process was forked after its parent had opened a DataDist, whose native threads are not here",
-                hint="start workers with spawn, or fork before opening",
+                "this process was forked while its parent had a DataDist open, whose native threads are not here",
+                hint="start workers with spawn, or fork while none is open",
             )
         await self._center.open()
         self._thread_id = self._center.thread_id

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from aiodatadist import _core
 from aiodatadist._loop import Runtime
 from aiodatadist.config import Config
 from aiodatadist.datadist import DataDist
@@ -516,6 +518,41 @@ async def test_a_forked_child_cannot_open_one_of_its_own() -> None:
         said = pipe.read()
     assert said.startswith("ForkedError: ")
     assert "spawn" in said
+
+
+def test_a_child_forked_when_all_are_closed_opens_its_own() -> None:
+    async def use() -> None:
+        config = Config(link_timeout=None)
+        async with DataDist(1, listen="127.0.0.1:0", config=config) as a, DataDist(2, config=config) as b:
+            theirs = a.cache_manager.register_blocks_cache([np.full((4, 64), 7, np.uint8)], key=BlocksCacheKey(1))
+            await theirs.ready()
+            assert (await b.link(info(a))).path.transport == "shm"
+            mine = b.cache_manager.register_blocks_cache([np.zeros((4, 64), np.uint8)], remote=None)
+            await b.cache_manager.pull_blocks(BlocksCacheKey(1), mine, [1], [2])
+            assert (mine.tensors[0][2] == 7).all()
+
+    kept = DataDist(3)
+    region = _core.Region(4096)  # library memory may outlive its DataDist
+    asyncio.run(use())
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                assert not _core.forked()
+                asyncio.run(use())
+                with pytest.raises(ClosedError):
+                    kept.stats()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    asyncio.run(use())
+    assert memoryview(region).nbytes == 4096
 
 
 def test_loops_one_after_the_other_in_one_thread() -> None:

@@ -64,6 +64,7 @@ MESSAGES: list[wire.Message] = [
     wire.UnlinkAck(),
     wire.Notify(payload=b"\0\xff" * 100),
     wire.NotifyCredit(count=12),
+    wire.Changed(role=3, listen=["[::1]:26000"]),
 ]
 
 

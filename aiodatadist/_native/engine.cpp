@@ -116,7 +116,6 @@ void Ring::take(std::vector<Event> &out) {
 }
 
 Engine::Engine(const Options &options) : options_(options), clock_(options.stepped) {
-    install_fork_handler();
     epoll_ = Fd(epoll_create1(EPOLL_CLOEXEC));
     kick_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (!epoll_ || !kick_) throw std::system_error(errno, std::generic_category(), "epoll or eventfd");

@@ -28,6 +28,7 @@
 #include "counted.hpp"
 #include "fd.hpp"
 #include "geometry.hpp"
+#include "region.hpp"
 #include "transports.hpp"
 
 namespace adt {
@@ -294,6 +295,9 @@ struct Peer : Counted<Live::peer> {
     Fd pidfd;
     bool self = false;
     bool same_host = false;
+    int32_t pid = 0;
+    uint64_t secret_address = 0;
+    std::array<unsigned char, Secret::kBytes> secret{};
     bool exposed = false;  // the peer's process can touch local memory by itself: same host, and it may have a key
     std::array<adt_endpoint_h, kTransportCount> endpoints{};
     std::array<Lane, kTransportCount> lanes;
@@ -301,7 +305,7 @@ struct Peer : Counted<Live::peer> {
     State state = State::active;
     adt_status_t end_status = ADT_OK;
     bool endpoints_gone = false;
-    bool process_gone = false;
+    bool process_gone = false;  // or another program, which has nothing of what the peer had mapped
     bool goodbye_sent = false;
     bool goodbye_received = false;
     bool wire_open = true;
@@ -398,6 +402,8 @@ struct ConnectRequest {
     std::vector<int> data;
     int32_t pid = 0;
     int pidfd = -1;
+    uint64_t secret_address = 0;  // where process_vm finds the secret of the peer's process; 0: it cannot
+    std::array<unsigned char, Secret::kBytes> secret{};
     bool process_vm = false;
     bool dialed = false;
     uint64_t cluster = 0;        // the peer's cluster id, for whom leases are held
@@ -587,6 +593,7 @@ class Engine : Counted<Live::engine> {
     Timers::iterator add_timer(uint64_t at_ns, TimerKind kind, uint64_t id);
     void kick();
 
+    const EngineAlive alive_;  // first, so that it is the last to go
     const Options options_;
     Clock clock_;
     adt_host_t host_{};

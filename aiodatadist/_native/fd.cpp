@@ -18,8 +18,11 @@ constexpr int kTracked = 1 << 20;
 std::atomic<uint64_t> g_ours[kTracked / 64];
 std::atomic<int> g_highest{-1};
 std::atomic<bool> g_child{false};
+std::atomic<int> g_engines{0};
 
 void close_all_in_child() {
+    // Without an engine there is neither a thread nor a peer, and nothing that a child could not go on with.
+    if (g_engines.load(std::memory_order_relaxed) == 0) return;
     g_child.store(true, std::memory_order_relaxed);
     const int highest = g_highest.load(std::memory_order_relaxed);
     for (int word = 0; word <= highest / 64 && highest >= 0; ++word) {
@@ -38,9 +41,14 @@ bool in_forked_child() {
     return g_child.load(std::memory_order_relaxed);
 }
 
-void install_fork_handler() {
+EngineAlive::EngineAlive() {
     static std::once_flag once;
     std::call_once(once, [] { pthread_atfork(nullptr, nullptr, close_all_in_child); });
+    g_engines.fetch_add(1, std::memory_order_relaxed);
+}
+
+EngineAlive::~EngineAlive() {
+    g_engines.fetch_sub(1, std::memory_order_relaxed);
 }
 
 void note_descriptor(int fd, bool ours) {

@@ -10,9 +10,17 @@
 
 namespace adt {
 
-bool in_forked_child();       // true in a child forked after the library started
-void install_fork_handler();  // idempotent; called when the first engine opens
+bool in_forked_child();  // true in a child forked while an engine was open
 void note_descriptor(int fd, bool ours);
+
+// A member of each engine, for as long as it has threads or descriptors.
+class EngineAlive {
+  public:
+    EngineAlive();
+    ~EngineAlive();
+    EngineAlive(const EngineAlive &) = delete;
+    EngineAlive &operator=(const EngineAlive &) = delete;
+};
 
 class Fd {
   public:

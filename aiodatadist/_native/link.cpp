@@ -329,6 +329,9 @@ adt_status_t Engine::connect(const std::shared_ptr<Node> &node, const ConnectReq
     peer->node = node;
     peer->cluster = request.cluster;
     peer->same_host = request.pid > 0;
+    peer->pid = request.pid;
+    peer->secret_address = request.secret_address;
+    peer->secret = request.secret;
     peer->exposed = peer->same_host && request.exposed;
     peer->shorter_limit_ns = node->heartbeat_limit_ns;
     // The peer names its limit, and the timer comes again after a fraction of it: at nearly 0 it would never rest.
@@ -544,6 +547,18 @@ void Engine::flush(Section &, Peer &peer) {
     epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, peer.wire.get(), &interest);
 }
 
+namespace {
+
+// Whether exec has replaced the memory of the peer's process, whose pidfd stays silent then. Exec does so before it
+// closes the connections. Where process_vm is refused nothing is known.
+bool became_another_program(const Peer &peer) {
+    if (!peer.same_host || peer.secret_address == 0 || peer.goodbye_received) return false;
+    const int code = probe_process_vm(peer.pid, peer.secret_address, peer.secret.data(), peer.secret.size());
+    return code == EFAULT || code == EBADMSG;
+}
+
+}  // namespace
+
 void Engine::read_wire(Section &s, Peer &peer) {
     const std::shared_ptr<Peer> keep = peers_.count(peer.id) != 0 ? peers_[peer.id] : nullptr;
     for (int messages = 0; peer.wire_open && messages < kMessagesATurn;) {
@@ -555,6 +570,7 @@ void Engine::read_wire(Section &s, Peer &peer) {
             epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer.wire.get(), nullptr);
             peer.wire_open = false;
             peer.wire.reset();
+            if (became_another_program(peer)) peer.process_gone = true;
             end_peer(s, peer, ADT_ERR_PEER_LOST, true);
             settle_peer(s, peer);
             return;

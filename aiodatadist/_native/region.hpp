@@ -33,9 +33,11 @@ class Region : Counted<Live::region> {
     size_t bytes_ = 0;
 };
 
-// 32 random bytes at a fixed address: a peer that reads them by process_vm has the right process and the right.
+// 32 random bytes at a fixed address: a peer that reads them by process_vm has the right process and the right. They
+// stay as long as the process's memory: a peer that does not find them any more knows that exec has replaced it.
 struct Secret {
     static constexpr size_t kBytes = 32;
+    static const Secret &of_process();
     Secret();
     unsigned char value[kBytes];
 };

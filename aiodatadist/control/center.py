@@ -486,6 +486,8 @@ class Center:
             _warn_unclosed(self.cluster_id)
 
     def _after_fork_in_child(self) -> None:
+        if self.state is State.CLOSED:
+            return
         self.state = State.FORKED
         self._on_closing()
 

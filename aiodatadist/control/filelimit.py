@@ -9,10 +9,16 @@ from typing import Final
 
 from ..errors import FileLimitError
 
-__all__ = ["OUT_OF_FILES", "file_limit_error", "files_are_short"]
+__all__ = ["OUT_OF_FILES", "file_limit_error", "files_are_short", "most_files"]
 
 OUT_OF_FILES: Final = frozenset({errno.EMFILE, errno.ENFILE})
 _HINT: Final = "raise it (ulimit -n, LimitNOFILE=), or unlink peers"
+
+
+def most_files() -> int:
+    """Return how many files this process may open; a great number if there is no limit."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 2**31 if limit == resource.RLIM_INFINITY else limit
 
 
 def files_are_short(needed: int) -> str:
@@ -21,9 +27,7 @@ def files_are_short(needed: int) -> str:
     The kernel gives out the lowest free number, so one look shows how many are left above it; those that are free below
     the highest in use count as in use.
     """
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit == resource.RLIM_INFINITY:
-        return ""
+    limit = most_files()
     try:
         fd = os.open("/", os.O_PATH | os.O_CLOEXEC)
     except OSError as why:

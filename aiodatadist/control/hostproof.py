@@ -19,7 +19,7 @@ import secrets
 from typing import TYPE_CHECKING, Final
 
 from .. import _core
-from .._loop import Deadline, HostChannel, HostListener, Runtime, Tasks, close_all
+from .._loop import Deadline, HostChannel, HostListener, Runtime, Tasks, close_all, fork_generation
 from ..errors import ProtocolError
 from ..observe import get_logger
 from . import wire
@@ -38,7 +38,7 @@ ELSEWHERE: Final = "the peer runs on another host or in another network namespac
 _GREETING: Final = b"ADT1"
 _ACCEPTED: Final = b"+"
 _PROOF_BYTES: Final = 3 * wire.ID_SIZE
-_MAX_CHANNELS: Final = 256
+_MAX_CHANNELS: Final = 1024
 _YAMA: Final = "/proc/sys/kernel/yama/ptrace_scope"
 
 
@@ -60,6 +60,8 @@ class HostPeer:
         Whether this side may read and write the peer's memory.
     process_vm_reason : str
         Why not.
+    secret : tuple of int and bytes
+        Where this side has found which secret of the peer's process; (0, b"") if it may not read there.
     """
 
     def __init__(self, channel: HostChannel, pid: int, pidfd: int, nonce: bytes, answer: bytes) -> None:
@@ -69,6 +71,7 @@ class HostPeer:
         self.answer = answer
         self.process_vm = False
         self.process_vm_reason = "not probed"
+        self.secret = (0, b"")
         self._pidfd = pidfd
         self._last_sent = 0
         self._received: dict[int, int] = {}
@@ -85,6 +88,8 @@ class HostPeer:
             return
         code = _core.probe_process_vm(self.pid, address, secret)
         self.process_vm = code == 0
+        if self.process_vm:
+            self.secret = (address, secret)
         if code == errno.EBADMSG:
             self.process_vm_reason = f"process {self.pid} does not hold the peer's secret"
         elif code:
@@ -150,6 +155,7 @@ def ptrace_scope() -> int:
 
 
 _tracer = 0  # the process that may access this one: a pid, 0 for none, -1 for any
+_tracer_set_by = 0  # the fork generation that said so: a child has to say it anew
 
 
 def allow_ptracer(pid: int, *, allow_any: bool) -> None:
@@ -158,7 +164,9 @@ def allow_ptracer(pid: int, *, allow_any: bool) -> None:
     Yama keeps one name per process. A second peer is let in only where `allow_any` lets everybody in; else it
     finds out by its probe that it may not, and uses mapped memory and tcp.
     """
-    global _tracer
+    global _tracer, _tracer_set_by
+    if _tracer_set_by != fork_generation():
+        _tracer, _tracer_set_by = 0, fork_generation()
     if pid == os.getpid() or _tracer in (pid, -1) or not ptrace_scope():
         return
     if _tracer and not allow_any and _alive(_tracer):

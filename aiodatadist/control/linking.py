@@ -64,7 +64,7 @@ _RETRY_MOST: Final = 0.5
 _SILENT_SECONDS: Final = 1.0
 """Without an answer to Hello for so long, other addresses are tried, and the peer's own connection is let in."""
 _FILES_BESIDE_DATA: Final = 6
-"""Control, engine and unix connection, pidfd twice, and what a handshake opens for a moment."""
+"""Control, engine and unix connection, pidfd twice, and a memfd. The engine also takes copies of data connections."""
 _UNLIMITED_HANDSHAKE: Final = 60.0
 _MAX_INCOMING: Final = 1024
 
@@ -347,7 +347,7 @@ class LinkManager:
         """Return how many files the handshakes under way may still open, with one more."""
         config = self.own.config
         data = config.tcp_connections + SHORT_CONNECTIONS if "tcp" in self.own.usable else 0
-        return (self._handshakes + 1) * (_FILES_BESIDE_DATA + data)
+        return (self._handshakes + 1) * (_FILES_BESIDE_DATA + 2 * data)
 
     @contextlib.contextmanager
     def _handshaking(self) -> Iterator[None]:

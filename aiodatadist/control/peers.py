@@ -209,6 +209,7 @@ class NativePeers:
         pid, process_vm = (host.pid, host.process_vm) if host is not None else (0, False)
         engine_fd, data_fds = session.take_connections()
         # The engine owns the descriptors from here on, whatever comes of it.
+        address, secret = host.secret if host is not None else (0, b"")
         native = node.connect(
             engine_fd,
             data_fds,
@@ -220,6 +221,8 @@ class NativePeers:
             peer_limit=session.peer.heartbeat_limit,
             exposed=False,
             cluster_id=session.peer.cluster_id,
+            secret_address=address,
+            secret=secret,
         )
         peer = NativePeer(self._runtime, native, session.peer.cluster_id, on_lost)
         self._peers[peer.id] = peer

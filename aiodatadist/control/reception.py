@@ -9,6 +9,7 @@ from .._loop import Deadline
 from ..errors import ClosedError, ProtocolError
 from ..observe import get_logger
 from . import wire
+from .filelimit import most_files
 
 if TYPE_CHECKING:
     from .._loop import Runtime, Stream, StreamListener, Tasks
@@ -19,9 +20,10 @@ __all__ = ["Reception"]
 
 _log = get_logger()
 
-MAX_UNKNOWN: Final = 512
+MAX_UNKNOWN: Final = 4096
 """Connections that have not said what they are, or (control connections) who and, with a cluster key, not proved it.
-Above, the oldest of them is closed: honest peers are through in a few round trips."""
+Above, or above a half of the limit of open files, the oldest of them is closed: honest peers are through in a few round
+trips, and hundreds that link at once have some thousand connections."""
 
 
 class Reception:
@@ -90,7 +92,7 @@ class Reception:
             stream.close()
 
     def _on_stream(self, stream: Stream) -> None:
-        if len(self._unknown) >= MAX_UNKNOWN:
+        if len(self._unknown) >= min(MAX_UNKNOWN, most_files() // 2):
             oldest = next(iter(self._unknown))
             del self._unknown[oldest]  # at once: more may come before its task has seen it
             oldest.close()
