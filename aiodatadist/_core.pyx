@@ -397,9 +397,9 @@ cdef class Node:
 
         Of three or more data connections the last two are for short requests: the dialing side's, then the other's.
         `peer_limit` is the silence in seconds that the peer bears; 0: as long as this side. Unless `exposed`, a peer of
-        this host counts as able to touch local memory only from `Peer.expose` on. `cluster_id` is the peer's. `secret`,
-        if there is one, is that of its process: once it cannot be found there, the process is another program and cannot
-        touch local memory.
+        this host counts as able to touch local memory only from `Peer.expose` on. `cluster_id` is the peer's.
+        `secret`, if there is one, is that of its process: once it is not found there, the process is another program
+        and cannot touch local memory.
         """
         cdef CConnectRequest request
         cdef shared_ptr[CPeer] peer

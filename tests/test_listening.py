@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import inspect
 import os
 import socket
 import stat
@@ -31,7 +32,7 @@ from aiodatadist.errors import (
     Status,
     TransportError,
 )
-from aiodatadist.types import Address, BlocksCacheKey, ClusterInfo, LinkState, LinkStateChanged, PeerChanged, Role
+from aiodatadist.types import Address, BlocksCacheKey, ClusterInfo, LinkState, PeerChanged, Role
 
 from .waiting import reserved_address, until
 
@@ -572,5 +573,21 @@ async def test_a_cancelled_race_leaves_no_connection(monkeypatch: pytest.MonkeyP
         made.clear()
 
 
-def test_link_state_changes_of_others_have_no_attempt() -> None:
-    assert LinkStateChanged(1, LinkState.IDLE, LinkState.LINKING).attempt == 0
+# Deadlines. -------------------------------------------------------------------------------------------------
+
+# Those that end at once; and those that wait for the end of what has a deadline of its own.
+NO_DEADLINE = {"stop_listening", "open", "wait_closed"}
+
+
+def test_t10_whatever_of_a_datadist_waits_takes_a_deadline() -> None:
+    """faults.md T10."""
+    found = set()
+    for name, method in vars(DataDist).items():
+        if name.startswith("_") or not inspect.isfunction(method):
+            continue
+        signature = inspect.signature(method)
+        waits = inspect.iscoroutinefunction(method) or "Transfer[" in str(signature.return_annotation)
+        if waits and name not in NO_DEADLINE:
+            assert "timeout" in signature.parameters, name
+            found.add(name)
+    assert {"link", "unlink", "fence", "aclose", "switch_role", "start_listening"} <= found

@@ -122,7 +122,7 @@ async def come_back(dd: adt.DataDist, address: str, transports: tuple[str, ...])
         await dd.unlink(second.info)
 
 
-async def test_p7_after_a_relink_nothing_is_resumed(dd: adt.DataDist, transports: tuple[str, ...]) -> None:
+async def test_p6_p7_after_a_relink_nothing_is_resumed(dd: adt.DataDist, transports: tuple[str, ...]) -> None:
     """faults.md P6, P7: what ran when the link broke has failed for good, and the next transfer begins anew."""
     mine = cache_of(dd)
     async with spawn(1, transports=transports) as peer:

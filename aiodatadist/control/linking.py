@@ -63,8 +63,8 @@ _RETRY_FIRST: Final = 0.02
 _RETRY_MOST: Final = 0.5
 _SILENT_SECONDS: Final = 1.0
 """Without an answer to Hello for so long, other addresses are tried, and the peer's own connection is let in."""
-_FILES_BESIDE_DATA: Final = 6
-"""Control, engine and unix connection, pidfd twice, and a memfd. The engine also takes copies of data connections."""
+_FILES_BESIDE_DATA: Final = 7
+"""Control, engine and unix connection, pidfd twice, a memfd for a moment, the loop's copy of one data connection."""
 _UNLIMITED_HANDSHAKE: Final = 60.0
 _MAX_INCOMING: Final = 1024
 
@@ -347,7 +347,7 @@ class LinkManager:
         """Return how many files the handshakes under way may still open, with one more."""
         config = self.own.config
         data = config.tcp_connections + SHORT_CONNECTIONS if "tcp" in self.own.usable else 0
-        return (self._handshakes + 1) * (_FILES_BESIDE_DATA + 2 * data)
+        return (self._handshakes + 1) * (_FILES_BESIDE_DATA + data)
 
     @contextlib.contextmanager
     def _handshaking(self) -> Iterator[None]:
