@@ -199,6 +199,25 @@ async def test_copies_within_one_cache_between_slots_and_to_a_cache_of_another_s
             assert not flat[1, 512:].any()
 
 
+async def test_slots_of_one_pool_and_blocks_are_copied_alike() -> None:
+    async with one() as manager:
+        pool = manager.memory_pool(1 << 20)
+        slots = [manager.allocate_cache(adt.CacheDesc(2, (4, 256), "uint16"), pool=pool) for _ in range(2)]
+        blocks = manager.register_blocks_cache(pattern(3, (8, 128), np.uint16))
+        for tensor in slots[0].tensors:
+            tensor[:] = np.arange(1024).reshape(4, 256)
+        await manager.copy_cache(slots[1], slots[0], src_batch_index=2, dst_batch_index=1, offset=64)
+        await manager.copy_cache(blocks, slots[0], src_batch_index=3, dst_batch_index=7, size=256)
+        await manager.copy_blocks(slots[0], {3: [0]})
+        await manager.swap_blocks(slots[0], slots[1], {1: 3})
+        for first, second, block in zip(slots[0].tensors, slots[1].tensors, blocks.tensors, strict=True):
+            np.testing.assert_array_equal(second[1, 32:], np.arange(2 * 256 + 32, 3 * 256))
+            assert not second[1, :32].any()
+            np.testing.assert_array_equal(block[7], np.arange(768, 768 + 128))
+            np.testing.assert_array_equal(first[0], np.arange(768, 1024))
+            np.testing.assert_array_equal(second[3], np.arange(256, 512))
+
+
 @pytest.mark.parametrize("transports", [("shm", "tcp"), ("tcp",)])
 async def test_copies_need_no_transport_of_the_config(transports: tuple[str, ...]) -> None:
     async with one(transports=transports, inline_bytes=0) as manager:
