@@ -501,6 +501,8 @@ WRECKS: dict[str, tuple[str, bytes, bool]] = {
     "garbage messages": ("engine", b"\xfe" * 3200, True),
     "half a message": ("engine", rig.message(rig.PING)[:5], False),
     "a preamble again": ("engine", wire.Preamble(wire.ConnectionKind.ENGINE).pack(), True),
+    "a lease that ended in no way": ("engine", rig.message(rig.LEASE_OVER, status=-99), True),
+    "an answer about no lease": ("engine", rig.message(rig.LEASE_ANSWER, status=-99), True),
     "goodbye at once": ("engine", rig.message(rig.GOODBYE), True),
 }
 
@@ -528,6 +530,7 @@ async def test_x1_frames_and_messages_that_wreck_their_own_link_only(name: str) 
 async def test_x1_a_flood_of_engine_messages_leaves_the_others_served(scale: Scale) -> None:
     async with scene() as it, attacker(it.victim) as bad:
         kinds = (rig.message(rig.PING, a=1), rig.message(rig.ENDED, status=-6), rig.message(rig.PONG, a=77))
+        kinds += (rig.message(rig.ADOPT, a=1), rig.message(rig.RELEASE, a=2), rig.message(rig.RENEW))
         chunk = b"".join(kinds) * 300
 
         async def flood() -> None:

@@ -133,6 +133,7 @@ class Victim {
                     break;
                 case 12:
                     engine_.ping(peer_);
+                    lease(in.byte());
                     break;
                 case 13: {
                     const int fd = in.byte() % 3 == 2 ? wire_ : data_[op >> 7];
@@ -246,6 +247,31 @@ class Victim {
         if (received_.size() > (1u << 20)) received_.erase(0, received_.size() - (1u << 18));
     }
 
+    // Leases of this side and of the other, by the ids that messages name.
+    void lease(uint8_t what) {
+        const uint64_t id = what >> 3;
+        const uint64_t stranger = 77;
+        switch (what & 7u) {
+            case 0:
+                engine_.hold(node_, id, kStrided, nullptr, kSecond);
+                break;
+            case 1:
+                engine_.hold(node_, id, kStrided, &stranger, kSecond);
+                break;
+            case 2:
+                engine_.end_lease(node_, id);
+                break;
+            case 3:
+                engine_.adopt_lease(peer_, id);
+                break;
+            case 4:
+                engine_.release_lease(peer_, id);
+                break;
+            default:
+                break;
+        }
+    }
+
     // A request with a sound header, so that inputs get past it.
     std::string request(Input &in) {
         const uint8_t what = in.byte();
@@ -303,7 +329,7 @@ class Victim {
 
     static std::string message(Input &in) {
         adt::WireMessage message{};
-        message.type = in.byte() % 10;
+        message.type = in.byte() % 15;  // one is unknown
         message.flags = in.byte();
         message.status = static_cast<int8_t>(in.byte());
         message.opcode = in.byte();
