@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Fuzzes what a hostile peer can say to the engine: the frames of tcp data connections and the messages of the engine
-// connection, in any order and cut anywhere, while this side transfers, cancels, fences and closes.
+// connection, in any order and cut anywhere, while this side transfers, cancels, fences, leases and closes.
 //
 // One input is a list of records, each an operation and its argument (see Victim::play). Whatever they are, at the end
 // the engine must be quiet, every operation reported once, and memory that the peer may not write unchanged; memory it
@@ -11,6 +11,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstdio>
@@ -38,6 +39,7 @@ constexpr size_t kSecretBytes = 8;
 constexpr size_t kMemory = 4096;
 constexpr char kPublic = '\x11';
 constexpr uint64_t kStrided = 1, kReadOnly = 2, kWriteOnly = 3, kHidden = 4, kOwn = 5, kRemote = 50;
+constexpr uint64_t kCluster = 2;
 constexpr uint64_t kOwnBlock = 64;
 
 [[noreturn]] void fail(const char *what) {
@@ -133,16 +135,17 @@ class Victim {
                     break;
                 case 12:
                     engine_.ping(peer_);
-                    lease(in.byte());
                     break;
                 case 13: {
                     const int fd = in.byte() % 3 == 2 ? wire_ : data_[op >> 7];
                     shutdown(fd, SHUT_WR);
                     break;
                 }
-                case 14:
-                    if (in.byte() % 8 == 0) engine_.disconnect(peer_, ADT_ERR_CLOSED);
+                case 14: {
+                    const uint8_t what = in.byte();  // first: compilers differ in the order of arguments
+                    rarely(what, in.byte());
                     break;
+                }
                 case 15:
                     look();
                     break;
@@ -210,6 +213,7 @@ class Victim {
             return pair[1];
         };
         request.wire = wired(wire_);
+        request.cluster = kCluster;
         for (int &fd : data_) request.data.push_back(wired(fd));
         for (unsigned i = 0; i < adt::kTransportCount; ++i) request.use[i] = adt::kTransports[i] == &adt::kTcpOps;
         std::string error;
@@ -247,27 +251,32 @@ class Victim {
         if (received_.size() > (1u << 20)) received_.erase(0, received_.size() - (1u << 18));
     }
 
-    // Leases of this side and of the other, by the ids that messages name.
-    void lease(uint8_t what) {
-        const uint64_t id = what >> 3;
-        const uint64_t stranger = 77;
-        switch (what & 7u) {
+    void rarely(uint8_t what, uint8_t argument) {
+        const uint64_t lease = argument % 4;
+        switch (what % 8) {
             case 0:
-                engine_.hold(node_, id, kStrided, nullptr, kSecond);
+                engine_.disconnect(peer_, ADT_ERR_CLOSED);
                 break;
             case 1:
-                engine_.hold(node_, id, kStrided, &stranger, kSecond);
+                engine_.adopt_lease(peer_, lease);
                 break;
             case 2:
-                engine_.end_lease(node_, id);
+                engine_.release_lease(peer_, lease);
                 break;
             case 3:
-                engine_.adopt_lease(peer_, id);
+            case 4: {
+                const uint64_t cluster = kCluster + (what >> 7);
+                engine_.hold(node_, lease, 1u + argument % 5u, (what & 8) != 0 ? nullptr : &cluster, kSecond);
                 break;
-            case 4:
-                engine_.release_lease(peer_, id);
+            }
+            case 5:
+                engine_.end_lease(node_, lease);
                 break;
-            default:
+            case 6:
+                engine_.end_leases(node_);
+                break;
+            case 7:
+                engine_.release_cache(remote_);
                 break;
         }
     }
@@ -329,13 +338,13 @@ class Victim {
 
     static std::string message(Input &in) {
         adt::WireMessage message{};
-        message.type = in.byte() % 15;  // one is unknown
+        message.type = in.byte() % 16;  // the last ones are unknown
         message.flags = in.byte();
         message.status = static_cast<int8_t>(in.byte());
         message.opcode = in.byte();
         message.a = in.byte();
         message.b = in.byte();
-        message.c = in.word();
+        message.c = uint64_t{in.word()} << in.byte() % 48;
         std::string out;
         append(out, message);
         return out;

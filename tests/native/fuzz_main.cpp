@@ -5,6 +5,7 @@
 //
 // Blind, that is without coverage, so the target's own grammar has to bring it deep. What fails is written to
 // crash.bin.
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
