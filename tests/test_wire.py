@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from aiodatadist.control import wire
-from aiodatadist.control.table import LocalRecord, LocalTable, RemoteTable, TableFeed, wire_geometry
+from aiodatadist.control.table import LocalRecord, LocalTable, RemoteTable, TableFeed, wire_geometry, wire_slots
 from aiodatadist.errors import CacheNotFound, InternalError, ProtocolError
-from aiodatadist.types import BlocksCacheKey, CacheKeyByIdAndIndex, Geometry
+from aiodatadist.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, Geometry
 
 ID = bytes(range(16))
 GEOMETRY = Geometry.of("bfloat16", (32, 4, 8), 6)
@@ -287,17 +288,23 @@ def test_impossible_hellos(change: dict[str, Any]) -> None:
 # The cache table. -------------------------------------------------------------------------------------------
 
 
-def record(cache_id: int, model_id: int | None = None) -> LocalRecord:
+def record(cache_id: int, model_id: int | None = None, slots: dict[int, CacheKey] | None = None) -> LocalRecord:
     key = None if model_id is None else BlocksCacheKey(1, model_id)
     native: Any = SimpleNamespace()
-    return LocalRecord(cache_id, key, GEOMETRY, "rw", native)
+    return LocalRecord(cache_id, key, GEOMETRY, "rw", native, {} if slots is None else slots)
 
 
-def announce(version: int, cache_id: int, model_id: int | None = None, **changes: Any) -> wire.CacheAnnounce:
+def announce(
+    version: int, cache_id: int, model_id: int | None = None, slots: Sequence[wire.SlotKey] = (), **changes: Any
+) -> wire.CacheAnnounce:
     geometry = msgspec.structs.replace(wire_geometry(GEOMETRY), **changes)
     return wire.CacheAnnounce(
-        version=version, cache_id=cache_id, model_id=model_id, access="r", geometry=geometry, keys=[]
+        version=version, cache_id=cache_id, model_id=model_id, access="r", geometry=geometry, keys=[], slots=list(slots)
     )
+
+
+def slot_key(slot: int, req_id: int | None = None, prefix_id: int | None = None) -> wire.SlotKey:
+    return wire.SlotKey(slot=slot, model_id=0, req_id=req_id, prefix_id=prefix_id)
 
 
 class Imported:
@@ -403,13 +410,31 @@ def test_one_cache_out_of_reach_leaves_the_others() -> None:
         lambda remote: remote.announce(announce(2, 2, num_blocks=33), []),
         lambda remote: remote.announce(announce(2, 2, dtype="float8_e3m4"), []),
         lambda remote: remote.announce(announce(2, 2, shape=[2**62, 2**62], num_blocks=2**62), []),
+        lambda remote: remote.announce(announce(2, 2, slots=[slot_key(32, 1)]), []),  # outside
+        lambda remote: remote.announce(announce(2, 2, slots=[slot_key(0, 1), slot_key(0, 2)]), []),
+        lambda remote: remote.announce(announce(2, 2, slots=[slot_key(0, 1), slot_key(1, 1)]), []),
+        lambda remote: remote.announce(announce(2, 2, slots=[slot_key(0, 70)]), []),  # another cache has it
+        lambda remote: remote.announce(announce(2, 2, slots=[slot_key(0)]), []),
+        lambda remote: remote.announce(announce(2, 2, slots=[slot_key(0, 1, 1)]), []),
+        lambda remote: remote.announce(announce(2, 2, slots=[slot_key(0, 2**64 - 1)]), []),
+        lambda remote: remote.slots_gone(wire.SlotsGone(version=2, cache_id=2, slots=[0])),
+        lambda remote: remote.slots_gone(wire.SlotsGone(version=0, cache_id=1, slots=[0])),
     ],
 )
 def test_lies_about_the_table(lie: Any) -> None:
     remote = remote_table()
-    remote.announce(announce(1, 1, 7), [])
+    remote.announce(announce(1, 1, 7, [slot_key(0, 70)]), [])
     with pytest.raises(ProtocolError):
         lie(remote)
+
+
+def test_slots_that_never_had_a_key_may_lose_it() -> None:
+    remote = remote_table()
+    remote.announce(announce(1, 1, slots=[slot_key(3, 70), slot_key(4, prefix_id=70)]), [])
+    remote.slots_gone(wire.SlotsGone(version=2, cache_id=1, slots=[3, 3, 9, 2**32 - 1]))
+    assert set(remote.by_slot_key) == {CacheKey(1, prefix_id=70)}
+    remote.withdraw(wire.CacheWithdraw(version=3, cache_id=1))
+    assert remote.by_slot_key == {}
 
 
 class FollowedTable(RuleBasedStateMachine):
@@ -426,10 +451,20 @@ class FollowedTable(RuleBasedStateMachine):
         if len(self.feeds) < 3:
             self.feeds.append((self.table.feed(lambda: None), remote_table()))
 
-    @rule(keyed=st.booleans())
-    def register(self, keyed: bool) -> None:
-        self.table.add(record(self.next_id, self.next_id if keyed else None))
+    @rule(keyed=st.booleans(), slots=st.sets(st.integers(0, 31), max_size=4))
+    def register(self, keyed: bool, slots: set[int]) -> None:
+        keys = {slot: CacheKey(1, 100 * self.next_id + slot) for slot in slots}
+        self.table.add(record(self.next_id, self.next_id if keyed else None, keys))
         self.next_id += 1
+
+    @precondition(lambda self: any(one.slots for one in self.table.records.values()))
+    @rule(data=st.data())
+    def lose_a_key(self, data: st.DataObject) -> None:
+        keyed = [one for one in self.table.records.values() if one.slots]
+        one: Any = data.draw(st.sampled_from(keyed))
+        slot = data.draw(st.sampled_from(sorted(one.slots)))
+        del one.slots[slot]
+        self.table.slot_gone(one.cache_id, slot)
 
     @precondition(lambda self: self.table.records)
     @rule(data=st.data())
@@ -450,9 +485,11 @@ class FollowedTable(RuleBasedStateMachine):
             return False
         if delta.record is None:
             remote.withdraw(wire.CacheWithdraw(version=delta.version, cache_id=delta.cache_id))
+        elif delta.gone is not None:
+            remote.slots_gone(wire.SlotsGone(version=delta.version, cache_id=delta.cache_id, slots=delta.gone))
         else:
-            key = delta.record.key
-            remote.announce(announce(delta.version, delta.cache_id, key and key.model_id), [])
+            key, slots = delta.record.key, wire_slots(delta.record.slots)
+            remote.announce(announce(delta.version, delta.cache_id, key and key.model_id, slots), [])
         return True
 
     @invariant()
@@ -465,6 +502,10 @@ class FollowedTable(RuleBasedStateMachine):
             while self.send_one(feed, remote):
                 pass
             assert {entry.cache_id for entry in remote.by_key.values()} == set(self.table.records)
+            expected = {
+                key: (one.cache_id, slot) for one in self.table.records.values() for slot, key in one.slots.items()
+            }
+            assert {key: (entry.cache_id, slot) for key, (entry, slot) in remote.by_slot_key.items()} == expected
 
 
 TestFollowedTable = FollowedTable.TestCase
