@@ -80,3 +80,34 @@ readme_block() {
         /^```$/ { inside = 0 }
         inside' "$ROOT/README.md"
 }
+
+# runtime NAME PACKAGE...: the path of a shared library of the compiler, its packages installed if it is missing.
+runtime() {
+    local name=$1 path
+    shift
+    path=$("${CC:-gcc}" -print-file-name="$name")
+    if [[ ! -e $path ]]; then
+        { apt-get update && apt-get install -y --no-install-recommends "$@"; } >&2
+        path=$("${CC:-gcc}" -print-file-name="$name")
+    fi
+    [[ -e $path ]] || die "$name is missing"
+    say "$path"
+}
+
+# A prefix for sanitized programs. Some kernels randomise more bits of addresses than the shadow memory allows for.
+FIXED=()
+if setarch -R true 2>/dev/null; then FIXED=(setarch -R); fi
+
+# sanitizer_env SUPPRESSIONS REPORT PRELOAD: set SANITIZER_ENV to what goes before a command that is to run with a
+# sanitizer: variables, and programs to start it with. Reports go to files whose names begin with REPORT.
+sanitizer_env() {
+    local suppressions=$1 report="log_path=$2" preload=$3
+    # shellcheck disable=SC2034  # for the scripts that source this
+    SANITIZER_ENV=(
+        PYTHONMALLOC=malloc OPENBLAS_NUM_THREADS=1
+        ASAN_OPTIONS="detect_leaks=0:allocator_may_return_null=1:$report"
+        UBSAN_OPTIONS="print_stacktrace=1:halt_on_error=1:$report"
+        TSAN_OPTIONS="suppressions=$suppressions:die_after_fork=0:report_signal_unsafe=0:history_size=4:exitcode=66:$report"
+        "${FIXED[@]}" env LD_PRELOAD="$preload"
+    )
+}

@@ -1,6 +1,6 @@
-"""The random rounds of `test_quiet` and `test_leases`, for as long as they are given: see `.ci/soak`.
+"""The random rounds of `test_quiet`, `test_leases` and `test_cycles`, for as long as they are given: see `.ci/soak`.
 
-    python -m tests.soak cancel|kill|lease --seconds N --state FILE [--seed-from N]
+    python -m tests.soak PART --seconds N --state FILE [--seed-from N]
 
 FILE keeps the next seed and the counts, and is written after every batch, so that a run that was ended at any moment is
 taken up by the next. The first round that breaks a rule is named by its seed, and the exit code is 1.
@@ -21,13 +21,16 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import lease_rounds, quiet
+from . import cycles, lease_rounds, quiet
 from .pairs import linked
 
-GOALS = {"cancel": 100_000, "kill": 1_000, "lease": 100_000}
+GOALS = {"cancel": 100_000, "kill": 1_000, "lease": 100_000, "cycles": 10_000, "failures": 10_000}
 CANCELS_A_BATCH = 1_000
 KILLS_A_BATCH = 10
 LEASES_A_BATCH = 1_000
+CYCLES_A_BATCH = 250
+FAILURES_A_BATCH = 1_000
+WARM_UP = 100
 
 
 class Stop(Exception):
@@ -48,6 +51,8 @@ class Soak:
         self.part = part
         self.seed = 0
         self.tally = quiet.Tally()
+        self.watch: cycles.Watch | None = None
+        self._watched = 0
         self._state = state
         self._end = time.monotonic() + seconds
         if seed_from is not None:
@@ -70,6 +75,14 @@ class Soak:
         new.write_text(json.dumps({"seed": self.seed, **vars(self.tally)}))
         os.replace(new, self._state)
         print(f"soak {self.part}: {self}", flush=True)
+
+    async def check(self, rounds: int) -> None:
+        """Compare what the process holds with what it held after the first rounds, which this begins with."""
+        if self.watch is None:
+            self.watch = cycles.Watch()
+        else:
+            self._watched += rounds
+            await self.watch.check(self._watched)
 
     def seeds(self, count: int) -> Iterator[int]:
         """Yield the seeds of a batch; fewer if the time is over."""
@@ -122,7 +135,44 @@ async def lease(soak: Soak) -> None:
     soak.save(soak.seed + LEASES_A_BATCH, tally)
 
 
-PARTS: dict[str, Callable[[Soak], Awaitable[None]]] = {"cancel": cancel, "kill": kill, "lease": lease}
+async def open_and_close(soak: Soak) -> None:
+    """A batch: pairs are opened and closed, with transfers under way; nothing is left of them."""
+    if soak.watch is None:
+        await cycles.open_and_close_all(range(WARM_UP))
+        await soak.check(0)
+    tally = await cycles.open_and_close_all(soak.seeds(CYCLES_A_BATCH))
+    if not tally.rounds:
+        raise Stop
+    await soak.check(tally.rounds)
+    soak.save(soak.seed + tally.rounds, tally)
+
+
+async def fail(soak: Soak) -> None:
+    """A batch: operations of one pair fail; nothing is left of them, nor of the pair."""
+    path = quiet.PATHS[soak.seed // FAILURES_A_BATCH % len(quiet.PATHS)]
+    if soak.watch is None:
+        for each in quiet.PATHS:
+            async with cycles.failing_pair(each) as failing:
+                await cycles.fail_all(failing, range(WARM_UP))
+        await soak.check(0)
+    async with cycles.failing_pair(path) as failing:
+        await cycles.fail_all(failing, range(WARM_UP))
+        watch = cycles.Watch()
+        tally = await cycles.fail_all(failing, soak.seeds(FAILURES_A_BATCH))
+        await watch.check(tally.rounds)
+    if not tally.rounds:
+        raise Stop
+    await soak.check(tally.rounds)
+    soak.save(soak.seed + FAILURES_A_BATCH, tally)
+
+
+PARTS: dict[str, Callable[[Soak], Awaitable[None]]] = {
+    "cancel": cancel,
+    "kill": kill,
+    "lease": lease,
+    "cycles": open_and_close,
+    "failures": fail,
+}
 
 
 async def run(soak: Soak) -> None:
