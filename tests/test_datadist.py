@@ -404,7 +404,7 @@ async def test_an_unclosed_datadist_is_stopped_and_warned_about() -> None:
     await until(lambda: no_more(held(), before))
 
 
-async def test_all_tasks_cancelled_is_an_abort() -> None:
+async def test_e6_all_tasks_cancelled_is_an_abort() -> None:
     await until(lambda: not native_threads())
     before = held()
     dd = await DataDist(1, listen=LISTEN).open()
@@ -424,7 +424,7 @@ async def test_all_tasks_cancelled_is_an_abort() -> None:
 # Threads, loops, processes. ---------------------------------------------------------------------------------
 
 
-async def test_another_thread_or_loop_is_told() -> None:
+async def test_s1_another_thread_or_loop_is_told() -> None:
     async with DataDist(1, listen=LISTEN) as dd:
         cache = dd.cache_manager.register_blocks_cache([np.zeros((4, 8))])
         await cache.ready()
@@ -665,7 +665,7 @@ async def test_a_peer_whose_python_blocks_stays_linked(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "shm, nothing shared", "tcp"])
-async def test_a_silent_peer_is_lost_at_the_limit(transport: str) -> None:
+async def test_t3_a_silent_peer_is_lost_at_the_limit(transport: str) -> None:
     async with (
         spawn(1, transports=config(transport).transports, heartbeat_limit=1.5) as peer,
         DataDist(2, config=config(transport, heartbeat_limit=1.5)) as dd,

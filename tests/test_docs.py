@@ -275,7 +275,7 @@ def test_a_wrong_block_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transports", ["shm,tcp", "tcp"])
-def test_pull_blocks(transports: str) -> None:
+def test_k5_pull_blocks(transports: str) -> None:
     said = run([sys.executable, "examples/pull_blocks.py", "--transports", transports], ROOT)
     assert f"linked over {transports.split(',')[0]}" in said
     assert "every block is right" in said

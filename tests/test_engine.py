@@ -477,7 +477,7 @@ def test_deadline(path: str) -> None:
         check_pattern(here, 0xEE)
 
 
-def test_deadline_by_the_clock() -> None:
+def test_t3_deadline_by_the_clock() -> None:
     """It falls at its time, not before; the peer is not served, so nothing else can end the operation."""
     with rig("tcp", "step", engines=2, drain_timeout=100.0) as r:
         pair = r.pair(r.tensors(SMALL, owner=False), r.tensors(SMALL))

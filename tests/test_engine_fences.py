@@ -80,7 +80,7 @@ class Owned:
         h.send(self.frame[len(self.frame) // 2 :])
 
 
-def test_a_fence_waits_for_what_is_being_received_whatever_the_peer_says(patient: Hand) -> None:
+def test_u2_a_fence_waits_for_what_is_being_received_whatever_the_peer_says(patient: Hand) -> None:
     h = patient
     owned = Owned(h)
     token = h.side.to_peer.fence()

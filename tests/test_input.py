@@ -501,7 +501,7 @@ MISMATCHES = {
 @pytest.mark.parametrize("field", MISMATCHES)
 @pytest.mark.parametrize("opcode", ["pull", "push"])
 @pytest.mark.parametrize("ready", [True, False])
-async def test_geometry_that_differs(setting: Setting, opcode: str, field: str, ready: bool) -> None:
+async def test_d5_geometry_that_differs(setting: Setting, opcode: str, field: str, ready: bool) -> None:
     cache = setting.caches.register_blocks_cache(MISMATCHES[field])
     if ready:
         await cache.ready()
@@ -821,7 +821,7 @@ NOTHING: list[tuple[Any, Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("opcode", ["pull", "push"])
-async def test_zero_work_is_success_and_notifies(setting: Setting, opcode: str) -> None:
+async def test_l5_zero_work_is_success_and_notifies(setting: Setting, opcode: str) -> None:
     notes = aiter(setting.pair.owner.notifications())
     for number, (src, dst, options) in enumerate(NOTHING):
         transfer = setting.call(opcode, src, dst, notify=b"%d" % number, **options)

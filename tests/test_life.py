@@ -114,7 +114,7 @@ async def all_pending(dd: adt.DataDist, peer: PeerProcess, cache: adt.Cache) -> 
 
 @pytest.mark.parametrize("child", [None, "os.fork", "subprocess"])
 @TRANSPORTS
-async def test_killing_a_peer_fails_every_pending_operation(transport: str, child: str | None) -> None:
+async def test_t8_killing_a_peer_fails_every_pending_operation(transport: str, child: str | None) -> None:
     """Long before its heartbeats are missed, and a child that lives on does not hide it."""
     async with (
         spawn(OWNER, transports=(transport,), notify_credits=1, heartbeat_limit=600.0) as peer,

@@ -442,7 +442,7 @@ async def test_linking_while_the_old_link_is_being_unlinked(two: list[DataDist])
         await a.fence(2)
 
 
-async def test_a_link_whose_control_connection_breaks_is_broken(two: list[DataDist]) -> None:
+async def test_t7_a_link_whose_control_connection_breaks_is_broken(two: list[DataDist]) -> None:
     a, b = two
     stream = b.events()
     link = await b.link(info(a))

@@ -57,7 +57,7 @@ async def nothing_more(pair: Pair) -> None:
 
 @pytest.mark.parametrize("memory", ["library", "ordinary"])
 @TRANSPORTS
-async def test_push_is_visible_when_its_notification_arrives(transport: str, memory: str, scale: Scale) -> None:
+async def test_u6_push_is_visible_when_its_notification_arrives(transport: str, memory: str, scale: Scale) -> None:
     rounds, blocks, width = scale(400), 16, 3000
     # So few credits that no block is written again before its notification was read.
     async with spawn(OWNER, transports=(transport,), notify_credits=blocks // 2) as peer:
@@ -336,7 +336,7 @@ async def ended(stream: Any) -> adt.TransferEnded:
 @TRANSPORTS
 @OPCODES
 @pytest.mark.parametrize("end", ["cancel", "deadline"])
-async def test_owner_hears_of_ends_that_are_no_success(transport: str, opcode: str, end: str) -> None:
+async def test_t1_owner_hears_of_ends_that_are_no_success(transport: str, opcode: str, end: str) -> None:
     async with linked(transport) as pair:
         cache = await small(pair)
         endless = await Endless(pair.owner, pair.user, opcode).ready()

@@ -37,7 +37,7 @@ _ids = itertools.count(1000)
 @pytest.mark.sanitize
 @pytest.mark.parametrize("drain_timeout", [1.0, 0.0])
 @pytest.mark.parametrize("path", PATHS)
-async def test_memory_is_quiet_after_a_cancel_or_a_deadline(path: str, drain_timeout: float, scale: Any) -> None:
+async def test_u1_memory_is_quiet_after_a_cancel_or_a_deadline(path: str, drain_timeout: float, scale: Any) -> None:
     rounds = scale(500, least=40)
     async with quiet.bench(path, drain_timeout=drain_timeout) as bench:
 
@@ -68,7 +68,7 @@ async def test_memory_is_quiet_after_the_datadist_or_the_link_has_ended(path: st
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_memory_is_quiet_after_the_peer_was_killed(path: str, scale: Any) -> None:
+async def test_t8_u1_memory_is_quiet_after_the_peer_was_killed(path: str, scale: Any) -> None:
     kills = scale(17, least=3)
     async with quiet.kill_bench(path) as bench:
         # As above: few kills may all come too late to meet a running transfer.
@@ -138,7 +138,7 @@ async def test_ending_1_of_20_pulls_leaves_19_and_the_connections(
 
 @pytest.mark.loop
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_fence_waits_for_what_runs(path: str, scale: Any) -> None:
+async def test_u2_a_fence_waits_for_what_runs(path: str, scale: Any) -> None:
     async with quiet.bench(path, lanes=2, inline_bytes=0) as bench:
         blocks = np.random.default_rng(0).permutation(2 * quiet.LANE_BLOCKS)
         for turn in range(scale(50, least=10)):
@@ -205,7 +205,7 @@ async def test_a_task_cancelled_before_its_first_step_waits_for_the_end() -> Non
 
 
 @pytest.mark.loop
-async def test_dropping_a_transfer_changes_nothing() -> None:
+async def test_u4_dropping_a_transfer_changes_nothing() -> None:
     async with quiet.bench("ordinary", lanes=1, inline_bytes=0) as bench:
         (lane,) = bench.lanes
         for _ in range(20):
@@ -516,7 +516,7 @@ def _shrink_send_buffers() -> None:
 
 @pytest.mark.loop
 @pytest.mark.parametrize("kind", ["push", "pull"])
-async def test_a_cancel_that_does_not_drain_ends_by_force(kind: str, scale: Any) -> None:
+async def test_u8_a_cancel_that_does_not_drain_ends_by_force(kind: str, scale: Any) -> None:
     """The peer does not answer: anyio asks again in every turn of the loop until force has ended the transfer."""
     config = quiet.config_of("tcp", drain_timeout=0.3, heartbeat_limit=60.0)
     async with (
