@@ -231,7 +231,7 @@ async def test_l4_a_consumer_whose_loop_is_blocked_keeps_its_leases() -> None:
         lease = owner.cache_manager.hold(cache, [1], 3.0, peer=USER)
         await peer.run(f"await dd.adopt_lease({OWNER}, {lease.id})")
         began = asyncio.get_running_loop().time()
-        await peer.call("block", seconds=4.0)
+        await peer.run("import time; time.sleep(4.0)")
         assert asyncio.get_running_loop().time() - began >= 4.0
         assert lease.state == "held"
         assert lease.adopted
