@@ -32,13 +32,17 @@ def transports(request: pytest.FixtureRequest) -> tuple[str, ...]:
 
 
 @pytest.fixture
-async def dd(transports: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[adt.DataDist]:
+async def dd(
+    transports: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> AsyncIterator[adt.DataDist]:
     """Node 2, which listens, and links again within milliseconds."""
     monkeypatch.setattr(relink, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(relink, "LONGEST_PAUSE", 0.05)
     config = adt.Config(transports=transports, link_timeout=20.0)
     async with adt.DataDist(2, listen="127.0.0.1:0", config=config) as node:
         yield node
+    # pytest keeps what fixtures gave, and nothing native may be left.
+    request.node.funcargs.clear()
 
 
 def cache_of(dd: adt.DataDist) -> adt.Cache:

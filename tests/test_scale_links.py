@@ -22,7 +22,8 @@ from .peers import spawn
 pytestmark = pytest.mark.loop
 
 LINKS = 512
-TCP = adt.Config(transports=("tcp",), tcp_connections=1, link_timeout=100.0)
+# On a busy machine it may take seconds until the loop has come to each of thousands of connections.
+TCP = adt.Config(transports=("tcp",), tcp_connections=1, link_timeout=100.0, handshake_timeout=100.0)
 
 
 async def until(condition: Any, within: float = 60.0) -> None:

@@ -510,6 +510,8 @@ class Link:
                         continue
                     number = await self._session.host.send_fd(fd)
                 exported.append(wire.ExportedKey(transport=transport, data=data, fd=number))
+        except PeerLostError:  # which is an OSError, too
+            raise
         except OSError as why:
             # Without descriptors for it the cache is still reachable over the other transports.
             _log.warning(
