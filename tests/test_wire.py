@@ -362,6 +362,26 @@ def test_what_comes_and_goes_unsent_is_never_told() -> None:
     assert table.version == 2
 
 
+@pytest.mark.parametrize("end", ["key", "cache"])
+def test_a_key_that_moved_to_another_cache_is_told_in_that_order(end: str) -> None:
+    table, remote = LocalTable(), remote_table()
+    feed = table.feed(lambda: None)
+    slots = {0: CacheKey(1, 10), 1: CacheKey(1, 11)}
+    table.add(record(1, slots=slots))
+    assert FollowedTable.send_one(feed, remote)
+    moved = slots.pop(0)
+    table.slot_gone(1, 0)
+    table.add(record(2, slots={5: moved}))
+    if end == "key":
+        del slots[1]
+        table.slot_gone(1, 1)
+    else:
+        table.remove(1)
+    while FollowedTable.send_one(feed, remote):
+        pass
+    assert {key: (entry.cache_id, slot) for key, (entry, slot) in remote.by_slot_key.items()} == {moved: (2, 5)}
+
+
 def test_adding_twice_is_a_fault() -> None:
     table = LocalTable()
     table.add(record(1))
@@ -438,7 +458,7 @@ def test_slots_that_never_had_a_key_may_lose_it() -> None:
 
 
 class FollowedTable(RuleBasedStateMachine):
-    """However registering, unregistering and sending interleave, the peer ends with the same caches."""
+    """However registering, unregistering and sending interleave, the peer ends with the same caches and keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -453,7 +473,9 @@ class FollowedTable(RuleBasedStateMachine):
 
     @rule(keyed=st.booleans(), slots=st.sets(st.integers(0, 31), max_size=4))
     def register(self, keyed: bool, slots: set[int]) -> None:
-        keys = {slot: CacheKey(1, 100 * self.next_id + slot) for slot in slots}
+        taken = {key for one in self.table.records.values() for key in one.slots.values()}
+        names = {CacheKey(1, slot % 4): slot for slot in slots}
+        keys = {slot: key for key, slot in names.items() if key not in taken}
         self.table.add(record(self.next_id, self.next_id if keyed else None, keys))
         self.next_id += 1
 

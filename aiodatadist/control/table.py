@@ -179,8 +179,13 @@ class TableFeed:
 
     def _changed(self, delta: Delta) -> None:
         idle = not self._pending
+        unsent = self._pending.get(delta.cache_id)
+        if unsent is not None and unsent.gone is not None:
+            # In the place of what it makes superfluous: a cache that waits behind may have taken over a key.
+            self._pending[delta.cache_id] = delta._replace(version=unsent.version)
+            return
         # The entry moves to the end, so that versions grow in the order in which changes are taken.
-        unsent = self._pending.pop(delta.cache_id, None)
+        self._pending.pop(delta.cache_id, None)
         if delta.record is None and delta.cache_id not in self._announced:
             if unsent is None:
                 raise InternalError(f"cache {delta.cache_id} leaves a feed that never had it")
@@ -191,14 +196,14 @@ class TableFeed:
 
     def _slot_gone(self, delta: Delta) -> None:
         idle = not self._pending
-        unsent = self._pending.pop(delta.cache_id, None)
-        if unsent is None:
-            self._pending[delta.cache_id] = delta
-        else:
-            # One that is not announced yet will be announced without the key.
-            if unsent.gone is not None and delta.gone is not None:
-                unsent.gone.extend(delta.gone)
-            self._pending[delta.cache_id] = unsent._replace(version=delta.version)
+        unsent = self._pending.get(delta.cache_id)
+        if unsent is not None and unsent.gone is not None and delta.gone is not None:
+            # It stays in its place: a cache that waits behind may have taken over a key that went before.
+            unsent.gone.extend(delta.gone)
+            return
+        # One that is not announced yet will be announced without the key.
+        self._pending.pop(delta.cache_id, None)
+        self._pending[delta.cache_id] = delta if unsent is None else unsent._replace(version=delta.version)
         if idle:
             self._wake()
 
