@@ -159,6 +159,8 @@ class Late:
         transfer._bytes_done = 0
         transfer._on_cancel = lambda: self._end(asyncio.CancelledError())
         self._timer = self._runtime.call_later(seconds, self._late) if seconds else None
+        # What the peer registers later is of no use to a cache that has gone meanwhile.
+        cache._quiet.add_done_callback(self._go_on)
         self._go_on()
 
     def _go_on(self, _: object = None) -> None:
@@ -174,6 +176,12 @@ class Late:
         if link.error is not None:
             self._end(end_of_link(link.error, manager))
             return
+        error = cache._registered.exception() if cache._registered.done() else None
+        if error is None and cache.closed:
+            error = ClosedError(f"cache {cache.id} is unregistered")
+        if error is not None:
+            self._end(error)
+            return
         found = find(link, self._named.key)
         if found is None:
             if not self._wait:
@@ -187,25 +195,20 @@ class Late:
             self._note("waiting for the registration of its cache")
             cache._registered.add_done_callback(self._go_on)
             return
-        error = cache._registered.exception()
-        if error is None and cache.closed:
-            error = ClosedError(f"cache {cache.id} is unregistered")
-        if error is None:
-            entry, slot = found
-            left = max(self._until - self._runtime.now(), 1e-6) if self._seconds else 0.0
-            try:
-                sides = resolve(self._named, cache, entry, slot)
-                then = told_after(self._named.opcode, entry, slot, sides, self._then)
-                if then is not None:
-                    transfer._then = then
-                pair = manager._pair(entry, cache)
-                transfer._on_cancel = None
-                pair.submit(transfer, self._named.opcode, *sides, left)
-                self._over()
-                return
-            except Exception as why:  # whatever it is, whoever waits must hear of it
-                error = why
-        self._end(error)
+        entry, slot = found
+        left = max(self._until - self._runtime.now(), 1e-6) if self._seconds else 0.0
+        try:
+            sides = resolve(self._named, cache, entry, slot)
+            then = told_after(self._named.opcode, entry, slot, sides, self._then)
+            if then is not None:
+                transfer._then = then
+            pair = manager._pair(entry, cache)
+            transfer._on_cancel = None
+            pair.submit(transfer, self._named.opcode, *sides, left)
+        except Exception as why:  # whatever it is, whoever waits must hear of it
+            self._end(why)
+            return
+        self._over()
 
     def _note(self, stage: str) -> None:
         self._stage = stage
@@ -228,6 +231,7 @@ class Late:
         self._waiting.remove(self._transfer)
         if self._timer is not None:
             self._timer.cancel()
+        self._cache._quiet.remove_done_callback(self._go_on)
         announced, self._announced = self._announced, None
         if announced is not None and not announced.done():
             announced.remove_done_callback(self._go_on)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import threading
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING, SupportsIndex
@@ -20,11 +21,10 @@ __all__ = ["MemoryPool"]
 class MemoryPool:
     """Library memory for caches that come and go, so that allocating one asks nothing of the kernel.
 
-    Made by `CacheManager.memory_pool`. Peers of this host map the whole pool once, as long as they know a cache in it. A
-    cache takes whole pages, next to
-    each other, from the first gap that is large enough. Its pages are free again when it is deallocated, quiet and the
-    last array over it is gone; in which thread that happens does not matter. The pool itself goes with the last
-    reference to it and to its caches.
+    Made by `CacheManager.memory_pool`. Peers of this host map the whole pool once, as long as they know a cache in it.
+    A cache takes whole pages, next to each other, from the first gap that is large enough. Its pages are free again
+    when it is deallocated, quiet and the last array over it is gone; in which thread that happens does not matter, and
+    DataDists of several threads may share a pool. The pool itself goes with the last reference to it and to its caches.
 
     Parameters
     ----------
@@ -48,7 +48,8 @@ class MemoryPool:
         self._page = page
         self._region = _core.Region(-(-as_integer(nbytes, "nbytes", low=1, high=2**62) // page) * page)
         self._gaps: list[tuple[int, int]] = [(0, self._region.size)]  # offset and bytes, in rising order
-        # Arrays may die in any thread, also while this one allocates: they only put their pages here.
+        self._lock = threading.Lock()  # of the gaps
+        # Arrays may die in any thread, also while this one holds the lock: they only put their pages here.
         self._returned: deque[tuple[int, int]] = deque()
 
     def __repr__(self) -> str:
@@ -62,29 +63,32 @@ class MemoryPool:
     @property
     def free_bytes(self) -> int:
         """Bytes that no cache has."""
-        self._collect()
-        return sum(size for _, size in self._gaps)
+        with self._lock:
+            self._collect()
+            return sum(size for _, size in self._gaps)
 
     @property
     def largest_gap(self) -> int:
         """Bytes of the largest cache that fits now."""
-        self._collect()
-        return max((size for _, size in self._gaps), default=0)
+        with self._lock:
+            self._collect()
+            return max((size for _, size in self._gaps), default=0)
 
     def _take(self, nbytes: int) -> _core.Span:
         """Take memory; it comes back when the last reference to the span is gone."""
-        self._collect()
         need = -(-nbytes // self._page) * self._page
-        for i, (offset, size) in enumerate(self._gaps):
-            if size >= need:
-                if size == need:
-                    del self._gaps[i]
-                else:
-                    self._gaps[i] = (offset + need, size - need)
-                span = _core.Span(self._region, offset, nbytes)
-                give_back: Callable[[tuple[int, int]], None] = self._returned.append
-                weakref.finalize(span, give_back, (offset, need)).atexit = False
-                return span
+        with self._lock:
+            self._collect()
+            for i, (offset, size) in enumerate(self._gaps):
+                if size >= need:
+                    if size == need:
+                        del self._gaps[i]
+                    else:
+                        self._gaps[i] = (offset + need, size - need)
+                    span = _core.Span(self._region, offset, nbytes)
+                    give_back: Callable[[tuple[int, int]], None] = self._returned.append
+                    weakref.finalize(span, give_back, (offset, need)).atexit = False
+                    return span
         raise OutOfMemoryError(
             f"the pool of {self.nbytes} bytes has {self.free_bytes} free, the largest piece {self.largest_gap}, "
             f"and {need} are needed",
@@ -92,7 +96,7 @@ class MemoryPool:
         )
 
     def _collect(self) -> None:
-        """Join what came back with its neighbours."""
+        """Join what came back with its neighbours. The caller holds the lock."""
         while self._returned:
             offset, size = self._returned.popleft()
             at = bisect.bisect(self._gaps, (offset, 0))

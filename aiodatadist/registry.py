@@ -20,6 +20,7 @@ import numpy as np
 from . import _core
 from ._buffers import BufferView, check_mapped, collect
 from .control.table import LocalRecord
+from .control.wire import SLOT_KEYS_MAX
 from .errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -185,9 +186,9 @@ class CacheRegistry:
         x, desc, remote
             As for `register_blocks_cache`.
         keys : sequence of CacheKey
-            ``keys[i]`` lets peers find batch slot ``i``; at most one for each slot. A key without request and prefix
-            id skips a slot, one with both counts as the prefix's. Their cluster id must be this DataDist's. They stay
-            until `remove_cache_key` or the end of the cache, however often they are pulled.
+            ``keys[i]`` lets peers find batch slot ``i``; at most one for each slot, and 65536 of one cache. A key
+            without request and prefix id skips a slot, one with both counts as the prefix's. Their cluster id must be
+            this DataDist's. They stay until `remove_cache_key` or the end of the cache, however often they are pulled.
 
         Returns
         -------
@@ -370,7 +371,10 @@ class CacheRegistry:
             for i in range(desc.num_tensors)
         )
         views, geometry = collect(tensors, desc)
-        return self._add(views, geometry, key, slots, remote, tensors, region)
+        cache = self._add(views, geometry, key, slots, remote, tensors, region)
+        if pool is None:  # a pool was populated once for all
+            self._populate(region)
+        return cache
 
     def memory_pool(self, nbytes: SupportsIndex, *, page_bytes: SupportsIndex = 65536) -> MemoryPool:
         """Take library memory once, for caches that come and go.
@@ -396,9 +400,7 @@ class CacheRegistry:
         """
         self._dd._check_usable()
         pool = MemoryPool(nbytes, page_bytes)
-        populate = self._dd._config.populate_limit
-        if populate > 0:
-            _ = self._runtime.in_thread(pool._region.populate, populate)
+        self._populate(pool._region)
         return pool
 
     def _check_remote(self, key: BlocksCacheKey | None, remote: Access) -> None:
@@ -453,6 +455,11 @@ class CacheRegistry:
                 )
             names[name] = slot
             slots[slot] = name
+        if len(slots) > SLOT_KEYS_MAX:
+            raise ArgumentError(
+                f"{len(slots)} batch slots with keys, and one cache has at most {SLOT_KEYS_MAX}",
+                hint="make several caches",
+            )
         return slots
 
     def _add(
@@ -471,13 +478,15 @@ class CacheRegistry:
             self._keys[key.model_id] = cache
         for slot, name in slots.items():
             self._slot_keys[name] = (cache, slot)
-        populate = self._dd._config.populate_limit if region is not None else 0
         work = self._runtime.in_thread(self._register_natively, cache)
         work.add_done_callback(lambda done: self._registered(cache, done))
-        if region is not None and populate > 0:
-            # Its end matters to nobody; the thread holds the region until then.
-            _ = self._runtime.in_thread(region.populate, populate)
         return cache
+
+    def _populate(self, region: _core.Region) -> None:
+        limit = self._dd._config.populate_limit
+        if limit > 0:
+            # Its end matters to nobody; the thread holds the region until then.
+            _ = self._runtime.in_thread(region.populate, limit)
 
     def _register_natively(self, cache: Cache) -> _core.LocalCache:
         """Register with the transports; runs in a worker thread, because pinning large memory takes long."""

@@ -103,6 +103,28 @@ async def test_keys_that_cannot_be_registered() -> None:
         assert len(caches.caches) == 2
 
 
+async def test_more_keys_than_a_cache_or_a_message_takes() -> None:
+    keys = [request(2**64 - 2 - i, model_id=2**64 - 1) for i in range(wire.SLOT_KEYS_MAX + 1)]
+    key = wire.SlotKey(slot=2**32 - 1, model_id=2**64 - 1, req_id=2**64 - 1)
+    assert len(wire.encode(key)) - wire.LENGTH_SIZE == wire.SLOT_KEY_MAX_BYTES  # type: ignore[arg-type]
+    desc = adt.CacheDesc(1, (len(keys), 1), "uint8")
+    async with linked("shm") as pair:
+        with pytest.raises(adt.ArgumentError, match="65537 batch slots"):
+            pair.owner.cache_manager.allocate_cache(desc, keys=keys)
+        await pair.shown(pair.owner.cache_manager.allocate_cache(desc, keys=keys[1:]))
+        assert found(pair) == set(keys[1:])
+    async with linked("shm", user={"control_max_bytes": 65536, "notify_max_bytes": 1024}) as pair:
+        cache = await pair.shown(pair.owner.cache_manager.allocate_cache(desc, keys=keys[:2000]))
+        told = len(found(pair))
+        assert found(pair) == set(keys[:told])
+        assert 1000 < told < 2000
+        for name in keys[:2000]:
+            assert pair.owner.cache_manager.remove_cache_key(name)
+        await until(lambda: not found(pair))
+        assert pair.link.error is None
+        assert not cache.keys
+
+
 async def test_both_kinds_of_access_to_one_cache() -> None:
     """The original's MIX: blocks by id or blocks key, slots by key or index, at once."""
     async with setting() as (pair, mine):
@@ -265,6 +287,18 @@ async def test_l5_an_empty_pull_by_key_says_that_the_request_is_done_with() -> N
         await pair.user.cache_manager.pull_blocks(request(1), mine, None, [], notify=b"hit")
         assert (await anext(aiter(pair.owner.notifications()))).payload == b"hit"
         assert not theirs.keys
+
+
+async def test_unlinking_does_not_lose_what_was_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with setting() as (pair, mine):
+        theirs = await allocated(pair, [request(1)])
+        gone = pair.owner.cache_manager.deallocate_cache(theirs)
+        no_room = asyncio.Event()
+        monkeypatch.setattr(pair.link._channel.stream, "flush", lambda _: no_room.wait())
+        await pair.user.cache_manager.pull_cache(request(1), mine)
+        await pair.user.unlink(adt.ClusterInfo(OWNER))
+        async with asyncio.timeout(PATIENCE):
+            await gone
 
 
 async def test_deallocating_waits_for_the_keys() -> None:
@@ -450,13 +484,14 @@ async def test_closing_ends_the_wait_for_a_key() -> None:
         await closing
 
 
-async def test_a_local_cache_that_goes_while_the_key_is_waited_for() -> None:
+async def test_a_local_cache_that_goes_ends_the_wait_for_a_key() -> None:
     async with setting() as (pair, mine):
-        left = pair.user.cache_manager.pull_cache(request(1), mine, wait=True)
+        left = pair.user.cache_manager.pull_cache(request(1), mine, wait=True, timeout=None)
         await pair.user.cache_manager.unregister_cache(mine)
-        await allocated(pair, [request(1)])
         with pytest.raises(adt.ClosedError, match="unregistered"):
-            await left
+            async with asyncio.timeout(PATIENCE):
+                await left
+        assert pair.link._remote._wanted == {}
 
 
 async def test_a_peer_that_dies_while_its_key_is_waited_for() -> None:

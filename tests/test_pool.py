@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,7 +69,6 @@ class Pool(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.spans.clear()
         gc.collect()
-        assert self.pool._collect() is None
         assert self.pool.largest_gap == 16 * PAGE
 
 
@@ -118,6 +119,46 @@ async def test_a_pool_that_is_full() -> None:
         thread.join()
         del thread
         assert pool.largest_gap == pool.nbytes
+
+
+class MeetingGaps(list[tuple[int, int]]):
+    """Lets a thread change the gaps only when another one is about to, or has shown that it cannot come here."""
+
+    def __init__(self, gaps: list[tuple[int, int]]) -> None:
+        super().__init__(gaps)
+        self.meeting = threading.Barrier(2)
+
+    def __setitem__(self, index: Any, gap: Any) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self.meeting.wait(0.1)
+        super().__setitem__(index, gap)
+
+
+def test_two_threads_never_get_the_same_pages() -> None:
+    pool = MemoryPool(8 * PAGE, PAGE)
+    pool._gaps = MeetingGaps(pool._gaps)
+    spans: list[np.ndarray] = []
+    threads = [
+        threading.Thread(target=lambda: spans.append(np.frombuffer(memoryview(pool._take(PAGE)), np.uint8)))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({span.ctypes.data for span in spans}) == 2
+    assert pool.free_bytes == 6 * PAGE
+
+
+async def test_a_pool_is_populated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with adt.DataDist(1) as dd:
+        populated: list[int] = []
+        monkeypatch.setattr(dd.cache_manager, "_populate", lambda region: populated.append(region.size))
+        pool = dd.cache_manager.memory_pool(1 << 20)
+        desc = adt.CacheDesc(1, (2, 64), "uint8")
+        for memory in (pool, pool, None):
+            await dd.cache_manager.allocate_cache(desc, pool=memory).ready()
+        assert populated == [1 << 20, PAGE]
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,8 @@ _UNSENT_MOST: Final = 256 * 1024
 """Bytes of control messages that wait for room before nothing more is put in front of them."""
 _NOTIFY_OVERHEAD: Final = 64
 """Bytes of a message around its notification, at most."""
+_ANNOUNCE_OVERHEAD: Final = 2048
+"""Bytes of an announcement around transports' keys and the keys of slots, at most."""
 _SLOTS_MOST: Final = 4096
 """Slots that one message names as gone."""
 _WORK_SECONDS: Final = 0.001
@@ -298,6 +300,8 @@ class Link:
 
     def _say_unlink(self, reason: str) -> None:
         if not self._unlinking:
+            if self.state is LinkState.READY:
+                self._send_pulled()  # or the owner would keep for ever what nobody will pull again
             self._unlinking = True
             self._change(LinkState.CLOSED)
             self._channel.send(wire.Unlink(reason=reason[:1000]))
@@ -451,9 +455,7 @@ class Link:
             self._channel.send(wire.NotifyCredit(count=owed))
             return True
         if self._pulled:
-            pulled, self._pulled = self._pulled, {}
-            for cache_id, slot, tensor, count in pulled:
-                self._channel.send(wire.SlotPulled(cache_id=cache_id, slot=slot, tensor=tensor, count=count))
+            self._send_pulled()
             return True
         while self._notifications and self._credits:
             payload, told = self._notifications.popleft()
@@ -537,10 +539,25 @@ class Link:
                 access=record.access,
                 geometry=wire_geometry(record.geometry),
                 keys=exported,
-                slots=wire_slots(record.slots),
+                slots=self._slots_that_fit(record, sum(len(key.data) for key in exported)),
                 counted=record.counted,
             )
         )
+
+    def _slots_that_fit(self, record: LocalRecord, taken: int) -> list[wire.SlotKey]:
+        """Return the keys of slots for an announcement, of which `taken` bytes are used already."""
+        slots = wire_slots(record.slots)
+        most = max(0, self._channel.send_limit - taken - _ANNOUNCE_OVERHEAD) // wire.SLOT_KEY_MAX_BYTES
+        if len(slots) > most:
+            _log.warning(
+                "a cache has more keys than the peer takes in one message; it finds only the first",
+                cluster_id=self.cluster_id,
+                cache_id=record.cache_id,
+                keys=len(slots),
+                told=most,
+                hint="raise control_max_bytes at the peer",
+            )
+        return slots[:most]
 
     def _tell_changes(self) -> None:
         """Tell the peer of another role or address, when there is room."""
@@ -567,6 +584,11 @@ class Link:
         if self.error is None and not self._unlinking:
             self._pulled[cache_id, slot, tensor, count] = None
             self._wake.set()
+
+    def _send_pulled(self) -> None:
+        pulled, self._pulled = self._pulled, {}
+        for cache_id, slot, tensor, count in pulled:
+            self._channel.send(wire.SlotPulled(cache_id=cache_id, slot=slot, tensor=tensor, count=count))
 
     # Notifications. -----------------------------------------------------------------------------------------
 

@@ -381,7 +381,12 @@ class SlotKey(msgspec.Struct, frozen=True, kw_only=True):
     prefix_id: _U64 | None = None
 
 
-_SlotKeys = Annotated[list[SlotKey], msgspec.Meta(max_length=65536)]
+SLOT_KEYS_MAX: Final = 65536
+"""Batch slots of one cache that may have a key."""
+SLOT_KEY_MAX_BYTES: Final = 56
+"""Longest `SlotKey` in a message."""
+
+_SlotKeys = Annotated[list[SlotKey], msgspec.Meta(max_length=SLOT_KEYS_MAX)]
 
 
 class CacheAnnounce(Message, frozen=True, kw_only=True, tag=7):
