@@ -148,7 +148,7 @@ def resolve(named: Named, cache: Cache, entry: RemoteEntry, slot: int | None) ->
     if remote is None and slot is None:
         raise ArgumentError(
             f"{named.key} names no batch slot",
-            hint=f"give {remote_name}_blocks, or a CacheKey or CacheKeyByIdAndIndex",
+            hint=f"give {'' if local is None else f'{remote_name}_blocks, or '}a CacheKey or CacheKeyByIdAndIndex",
         )
     index = 0 if named.batch_index is None else named.batch_index
     if local is None and index >= here.num_blocks:
@@ -208,8 +208,9 @@ def match_tensors(named: Named, here: Geometry, there: Geometry, peer: int) -> t
     mine, theirs = (
         (named.src_layers, named.dst_layers) if named.local_is_source else (named.dst_layers, named.src_layers)
     )
-    local_tensor, local_count = _tensor_range(mine, named.per_layer, here, "local")
-    remote_tensor, remote_count = _tensor_range(theirs, named.per_layer, there, "remote")
+    names = ("src_layer_range", "dst_layer_range") if named.local_is_source else ("dst_layer_range", "src_layer_range")
+    local_tensor, local_count = _tensor_range(mine, names[0], named.per_layer, here, "local")
+    remote_tensor, remote_count = _tensor_range(theirs, names[1], named.per_layer, there, "remote")
     if local_count != remote_count:
         raise CacheMismatch(
             f"the layer ranges name {local_count} local and {remote_count} remote tensors",
@@ -226,14 +227,14 @@ def _check_per_layer(per_layer: int) -> int:
     return as_integer(per_layer, "tensor_num_per_layer", low=1, high=2**32 - 1)
 
 
-def _tensor_range(layers: range | None, per_layer: int, geometry: Geometry, side: str) -> tuple[int, int]:
+def _tensor_range(layers: range | None, name: str, per_layer: int, geometry: Geometry, side: str) -> tuple[int, int]:
     """Return the first tensor and the number of tensors of a layer range."""
     count = _check_per_layer(per_layer)
     if layers is None:
         return 0, geometry.num_tensors
     if not isinstance(layers, range):
-        raise ArgumentTypeError(f"a layer range must be a range, got {type(layers).__name__}")
-    said = f"range({shown(layers.start)}, {shown(layers.stop)}, {shown(layers.step)})"
+        raise ArgumentTypeError(f"{name} must be a range, got {type(layers).__name__}")
+    said = f"{name}=range({shown(layers.start)}, {shown(layers.stop)}, {shown(layers.step)})"
     if layers.step != 1 or layers.start < 0:
         raise ArgumentError(f"{said} must start at 0 or above and have step 1", hint="give range(start, stop)")
     if geometry.num_tensors % count:
@@ -245,5 +246,5 @@ def _tensor_range(layers: range | None, per_layer: int, geometry: Geometry, side
         return 0, 0
     in_all = geometry.num_tensors // count
     if layers.stop > in_all:
-        raise ArgumentError(f"{said} exceeds the {in_all} layers of the {side} cache")
+        raise ArgumentError(f"{said} exceeds the {in_all} layers of the {side} cache", hint="give at most that")
     return layers.start * count, (layers.stop - layers.start) * count

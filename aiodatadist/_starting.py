@@ -102,7 +102,7 @@ def not_found(key: Key) -> CacheNotFound:
     return CacheNotFound(
         f"cluster {key.cluster_id} has no cache under {key}",
         peer=key.cluster_id,
-        hint="the peer registers it under that key, and unregisters it only afterwards; wait=True waits for it",
+        hint="the peer has to register it first, and a counted key goes with its pull; wait=True waits for it",
     )
 
 

@@ -122,8 +122,9 @@ class DataDist:
         )
 
     def __repr__(self) -> str:
-        where = f", listening on {self.listen_address}" if self.listen_address is not None else ""
-        return f"<DataDist {self.cluster_id}: {self._center.state.value}{where}>"
+        state, address = self._center.state, self.listen_address
+        where = f", listening on {address}" if state is State.OPEN and address is not None else ""
+        return f"<DataDist {self.cluster_id}: {state.value}{where}>"
 
     # Life. --------------------------------------------------------------------------------------------------
 
@@ -179,6 +180,8 @@ class DataDist:
 
         Raises
         ------
+        ArgumentError, ArgumentTypeError
+            The timeout cannot be used; nothing was closed.
         MemoryStillExposed
             Even force could not make sure that no peer touches the memory of the caches named: a process of
             this host is stopped, perhaps. Their tensors stay referenced, and `wait_closed` waits for the
@@ -190,7 +193,7 @@ class DataDist:
         """
         if self._center.state in (State.OPENING, State.OPEN, State.CLOSING):
             self._check_loop()
-        await self._center.aclose(timeout)
+        await self._center.aclose(seconds_of(timeout, 0.0) or None)
         self._let_go()
 
     def abort(self) -> None:
@@ -247,7 +250,7 @@ class DataDist:
 
     @property
     def listen_address(self) -> Address | None:
-        """Host and port where it listens; None where it does not, or before `open`."""
+        """Host and port where it listens; None where it does not, or before `open`. After closing: where it did."""
         return self._center.listen_address
 
     @property
@@ -309,8 +312,8 @@ class DataDist:
         Returns
         -------
         Transfer
-            Its result is the `Link`. Callers that link the same peer at the same time share one handshake;
-            cancelling one leaves the others.
+            Its result is the `Link`. This DataDist's own cluster id gives one that is ready and moves nothing. Callers
+            that link the same peer at the same time share one handshake; cancelling one leaves the others.
 
         Raises
         ------

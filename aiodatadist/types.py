@@ -485,7 +485,7 @@ class CacheKey(_CacheKeyFields):
     Parameters
     ----------
     cluster_id : int
-        The owner of the cache, 0 to 2**64 - 1. Registering ignores it.
+        The owner of the cache, 0 to 2**64 - 1. Registering takes only the DataDist's own.
     req_id : int
         0 to 2**64 - 1; `NO_ID` for none.
     model_id : int
@@ -500,8 +500,8 @@ class CacheKey(_CacheKeyFields):
 
     Notes
     -----
-    No call of this version takes such a key: they belong to contiguous caches, which are planned. There,
-    registering takes keys without any id as placeholders that skip a batch slot, and pulling wants exactly one.
+    Registering takes a key without any id as a placeholder that skips a batch slot, and one with both as the prefix's.
+    Pulling and pushing want exactly one.
     """
 
     __slots__ = ()
@@ -527,6 +527,13 @@ class CacheKey(_CacheKeyFields):
     @classmethod
     def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]  # checks; mypy wants a generic cls
         return cls(*iterable)
+
+    def __repr__(self) -> str:
+        request, prefix = (
+            "" if value == NO_ID else f", {name}={value}"
+            for name, value in (("req_id", self.req_id), ("prefix_id", self.prefix_id))
+        )
+        return f"CacheKey(cluster_id={self.cluster_id}{request}, model_id={self.model_id}{prefix})"
 
     @property
     def is_placeholder(self) -> bool:

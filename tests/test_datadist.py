@@ -404,6 +404,16 @@ async def test_an_unclosed_datadist_is_stopped_and_warned_about() -> None:
     await until(lambda: no_more(held(), before))
 
 
+@pytest.mark.parametrize("timeout", [-1, 0, float("nan"), True, "1"])
+async def test_a_wrong_timeout_closes_nothing(timeout: Any) -> None:
+    async with DataDist(1, listen=LISTEN) as dd:
+        with pytest.raises((ArgumentError, ArgumentTypeError), match="timeout"):
+            await dd.aclose(timeout)
+        assert dd.stats()["links"] == {}
+        assert repr(dd) == f"<DataDist 1: open, listening on {dd.listen_address}>"
+    assert repr(dd) == "<DataDist 1: closed>"
+
+
 async def test_e6_all_tasks_cancelled_is_an_abort() -> None:
     await until(lambda: not native_threads())
     before = held()

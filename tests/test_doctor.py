@@ -66,7 +66,7 @@ def test_k3_text(capsys: pytest.CaptureFixture[str]) -> None:
     for name, usable, detail in _core.probe_transports():
         assert f"\n  {name:<20}{'usable' if usable else 'NOT usable'}: {detail}\n" in output
     rows = ["memlock", "open files", "ptrace_scope", "copy kernel", "kernel", "CPUs", "GIL switch", "numpy", "pidfd"]
-    rows += ["memfd, seals", "eventfd, epoll", "MADV_POPULATE", "process_vm own", "process_vm child", "/dev/shm"]
+    rows += ["memfd, seals", "eventfd, epoll", "MADV_POPULATE", "process_vm own", "process_vm by child", "/dev/shm"]
     for row in [*rows, "hints", "cgroup", "pid namespace", "heartbeat_limit"]:
         assert f"\n  {row:<20}" in output, row
     for row in ("this host", "another host"):

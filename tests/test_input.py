@@ -363,6 +363,9 @@ async def test_wrong_layers(stage: Setting, opcode: str) -> None:
             stage.refuses(error, opcode, [0], [0], tensor_num_per_layer=count)
             layers = {"src_layer_range": range(1), "dst_layer_range": range(1)}
             stage.refuses(error, opcode, [0], [0], tensor_num_per_layer=count, **layers)
+    for wrong, right in (("src_layer_range", "dst_layer_range"), ("dst_layer_range", "src_layer_range")):
+        options = {wrong: range(3), right: range(1)}
+        assert f"{wrong}=range(0, 3, 1) exceeds" in stage.refuses(adt.ArgumentError, opcode, [0], [0], **options)
 
 
 TIMEOUT_FAULTS: list[tuple[type[Exception], Any]] = [

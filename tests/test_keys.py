@@ -151,8 +151,12 @@ async def test_sides_that_do_not_go_together() -> None:
         for error, words, call in (
             (adt.ArgumentError, "neither src_blocks nor", lambda: caches.pull_blocks(request(1), mine)),
             (adt.ArgumentError, "neither src_blocks nor", lambda: caches.push_blocks(request(1), mine)),
-            (adt.ArgumentError, "names no batch slot", lambda: caches.pull_cache(blocks_key, mine)),
-            (adt.ArgumentError, "names no batch slot", lambda: caches.pull_blocks(blocks_key, mine, None, [0])),
+            (adt.ArgumentError, "no batch slot; give a CacheKey or", lambda: caches.pull_cache(blocks_key, mine)),
+            (
+                adt.ArgumentError,
+                "no batch slot; give src_blocks",
+                lambda: caches.pull_blocks(blocks_key, mine, None, [0]),
+            ),
             (adt.ArgumentError, "names a batch slot", lambda: caches.pull_blocks(request(1), mine, [0], [0])),
             (adt.ArgumentError, "names a batch slot", lambda: caches.push_blocks(request(1), mine, [0], [0])),
             (

@@ -287,6 +287,7 @@ async def test_linking_oneself(two: list[DataDist]) -> None:
     assert await a.link(ClusterInfo(1)) is link
     await a.fence(1)
     assert a.links == {}
+    assert link.table == link.slots == {}
     with pytest.raises(ArgumentError):
         _ = link.post_notification(b"x")
     await a.unlink(info(a))

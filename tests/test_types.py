@@ -297,6 +297,9 @@ def test_key_fields() -> None:
     assert CacheKey(1).is_placeholder
     assert not CacheKey(1, prefix_id=0).is_placeholder
     assert repr(BlocksCacheKey(1)) == "BlocksCacheKey(cluster_id=1, model_id=0)"
+    assert repr(key) == "CacheKey(cluster_id=1, req_id=2, model_id=3)"
+    assert repr(CacheKey(1, prefix_id=4)) == "CacheKey(cluster_id=1, model_id=0, prefix_id=4)"
+    assert repr(CacheKey(1)) == "CacheKey(cluster_id=1, model_id=0)"
 
 
 def test_cache_ids_begin_at_one() -> None:

@@ -331,7 +331,7 @@ def _about_machine(report: Report) -> Iterator[tuple[str, str]]:
     scope = "" if report.ptrace_scope is None else f"{report.ptrace_scope}: "
     yield "ptrace_scope", scope + report.ptrace_means
     for access in report.memory_access:
-        yield f"process_vm {access.who.replace('process', '').strip()}", access.detail or "works"
+        yield f"process_vm {access.who.replace('own process', 'own').replace('by a', 'by')}", access.detail or "works"
     interval = f"{report.switch_interval * 1e3:g} ms"
     if report.switch_interval > 0.001:
         interval += "; beside a busy model thread a smaller one, sys.setswitchinterval(0.0005), helps the event loop"

