@@ -18,7 +18,6 @@ from .errors import (
     PeerLostError,
     TransferTimeout,
 )
-from .observe import PendingOperation
 from .transfer import Transfer
 from .types import NO_ID, CacheKey, CacheKeyByIdAndIndex, Key
 
@@ -28,43 +27,9 @@ if TYPE_CHECKING:
     from .control.table import RemoteEntry
     from .registry import Cache
 
-__all__ = ["Late", "Waiting", "find", "index_key", "notifier", "not_found", "told_after"]
+__all__ = ["Late", "find", "index_key", "notifier", "not_found", "told_after"]
 
 Then = Callable[[Transfer[Any]], None]
-
-
-class Waiting:
-    """The transfers of a cache manager that the engine does not have, yet or any more, and what they wait for."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-        self._why: dict[Transfer[Any], tuple[str, float]] = {}
-
-    def add(self, transfer: Transfer[Any], why: str) -> None:
-        """Note what a transfer waits for from now on; its age goes on if it was waiting before."""
-        since = self._why[transfer][1] if transfer in self._why else self._now()
-        self._why[transfer] = (why, since)
-
-    def remove(self, transfer: Transfer[Any]) -> bool:
-        """Note that a transfer waits no more; False if it did not."""
-        return self._why.pop(transfer, None) is not None
-
-    def rows(self) -> list[PendingOperation]:
-        """Return the rows of `DataDist.dump`."""
-        now = self._now()
-        return [
-            PendingOperation(
-                id=getattr(transfer, "_op", 0),
-                kind="copy" if transfer._peer is None else "pull" if transfer._pull else "push",
-                peer=transfer._peer,
-                age=now - since,
-                state=why,
-                bytes_done=transfer.progress.bytes_done,
-                bytes_total=transfer.progress.bytes_total,
-            )
-            for transfer, (why, since) in self._why.items()
-            if not transfer.done()
-        ]
 
 
 # Keys. ------------------------------------------------------------------------------------------------------
@@ -212,7 +177,7 @@ class Late:
 
     def _note(self, stage: str) -> None:
         self._stage = stage
-        self._waiting.add(self._transfer, stage)
+        self._waiting.add(self._transfer, stage, self._end)
 
     def _late(self) -> None:
         self._end(
@@ -293,7 +258,7 @@ def notifier(manager: CacheManager, link: Link, payload: bytes, seconds: float) 
         if told.done():
             transfer._told(why(told))
             return
-        waiting.add(transfer, "waiting for the peer to read its notifications")
+        waiting.add(transfer, "waiting for the peer to read its notifications", lambda _: told.cancel())
         # No deadline of the engine's is left; few transfers ever wait for a credit.
         transfer._on_cancel = told.cancel
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from . import _core
 from ._sides import Blocks, Named, check_access, check_size, match_tensors, resolve
-from ._starting import Late, Waiting, find, index_key, not_found, notifier, told_after
+from ._starting import Late, find, index_key, not_found, notifier, told_after
 from .control.table import RemoteEntry
 from .copies import BlockPairs, Copies
 from .errors import (
@@ -49,7 +49,7 @@ class CacheManager(CacheRegistry):
 
     def __init__(self, dd: DataDist) -> None:
         super().__init__(dd)
-        self._waiting = Waiting(dd._runtime.now)
+        self._waiting = dd._center.waiting_transfers
         self._copies = Copies(self, dd._center.copied)
         self._default_seconds = dd._config.transfer_timeout or 0.0
 

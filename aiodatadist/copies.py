@@ -160,7 +160,14 @@ class Copies:
             timer = runtime.call_later(seconds, transfer._told, late)
         transfer._bytes_done = 0
         waiting = self._manager._waiting
-        waiting.add(transfer, "waiting for the registration of its caches")
+
+        def end(error: BaseException) -> None:
+            waiting.remove(transfer)
+            if timer is not None:
+                timer.cancel()
+            transfer._told(error)
+
+        waiting.add(transfer, "waiting for the registration of its caches", end)
         registrations = [cache._registered for cache in ((dst,) if dst is src else (dst, src))]
 
         def begin(_: asyncio.Future[None]) -> None:

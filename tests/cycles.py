@@ -205,9 +205,6 @@ async def open_and_close(seed: int) -> Tally:
             await asyncio.wait_for(second.aclose(), PATIENCE)
         else:
             await asyncio.wait_for(asyncio.gather(ENDS[how](first), second.aclose()), PATIENCE)
-        if transfers:
-            # One that waited for the registration of its cache hears of the end from there, a moment later.
-            await asyncio.wait(transfers, timeout=PATIENCE)
         for transfer in transfers:
             if not transfer.done():
                 raise Broken(f"seed {seed}: {how}, and a transfer has no end")

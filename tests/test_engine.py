@@ -1396,9 +1396,10 @@ def test_a_forked_child_is_inert(path: str, child: Callable[[Callable[[], None]]
         def inert() -> None:
             assert _core.forked()
             now = _descriptors()
-            # Numbers of anonymous descriptors say nothing; what the child has open by now is few.
+            # Numbers of anonymous descriptors say nothing; what the child has open by now is few: one for the listing,
+            # and libuv, once it is loaded, makes a pipe in every child.
             assert [fd for fd, name in ours.items() if name.startswith("socket:") and now.get(fd) == name] == []
-            assert len([fd for fd in ours if fd in now]) <= 1
+            assert len([fd for fd in ours if fd in now]) <= 3
             with pytest.raises(ClosedError):
                 pair.submit(Call(), READ, [0], [0], 0, 0, 3, 0.0, True)
             with pytest.raises(ClosedError):

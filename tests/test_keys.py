@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -507,3 +508,31 @@ async def test_a_peer_that_dies_while_its_key_is_waited_for() -> None:
         with pytest.raises(adt.PeerLostError):
             async with asyncio.timeout(PATIENCE):
                 await left
+
+
+@pytest.mark.loop
+async def test_nothing_waits_for_a_cache_beyond_an_abort() -> None:
+    """Transfers whose cache is still being registered, or whose key is missing, have ended when the closing has."""
+    async with linked("shm") as pair:
+        manager, gate = pair.user.cache_manager, threading.Event()
+        register = manager._register_natively
+
+        def held_back(cache: adt.Cache) -> Any:
+            gate.wait()
+            return register(cache)
+
+        manager._register_natively = held_back  # type: ignore[method-assign]
+        mine = manager.register_blocks_cache(pattern(1, SHAPE))
+        other = manager.register_blocks_cache(pattern(1, SHAPE))
+        await pair.offer(pattern(1, SHAPE))
+        transfers = [
+            manager.pull_blocks(adt.BlocksCacheKey(OWNER), mine, [0], [0], timeout=None),
+            manager.pull_cache(request(404), mine, wait=True, timeout=None),
+            manager.copy_blocks(mine, {0: [1]}, timeout=None),
+            manager.swap_blocks(mine, other, {0: 1}, timeout=None),
+        ]
+        assert len(pair.user.dump()) == 4
+        pair.user.abort()
+        assert all(isinstance(transfer.exception(), adt.ClosedError) for transfer in transfers)
+        gate.set()
+        await pair.user.wait_closed()

@@ -35,7 +35,7 @@ from .handshake import Handshaker, Own, SessionDoor
 from .hostproof import HostDoor
 from .leases import LeaseBook
 from .linking import LinkManager
-from .operations import Operations
+from .operations import Operations, WaitingTransfers
 from .peers import NativePeers
 from .reception import Reception
 from .table import LocalTable
@@ -198,6 +198,7 @@ class Center:
             secret=_core.Secret(),
         )
         self.operations = Operations(runtime, self._tasks)
+        self.waiting_transfers = WaitingTransfers(runtime.now)
         sessions = SessionDoor(runtime)
         self._host_door = HostDoor(runtime, self._tasks, config.handshake_timeout)
         self.links = LinkManager(
@@ -387,6 +388,7 @@ class Center:
             self.node.abort()  # before the links end, so that transfers end as closed here, not as a peer's loss
             self.links.end_all()
             self.operations.fail_all(lambda: ClosedError("the DataDist was closed"))
+            self.waiting_transfers.end_all(lambda: ClosedError("the DataDist was closed"))
             self._watch.add_listener(self._nudge)
             self._schedule_recheck()
             self.runtime.call_soon(self._nudge)

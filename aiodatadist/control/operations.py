@@ -1,4 +1,4 @@
-"""Awaitables of the control plane: link, unlink, fence.
+"""Awaitables of the control plane: link, unlink, fence; and transfers while the engine does not have them.
 
 Each is an `Operation` that the caller holds and a task that does the work, in the task group of the DataDist.
 The deadline and a cancel both end the task's scope; the future ends when the task has.
@@ -18,7 +18,7 @@ from ..transfer import Operation, Transfer
 if TYPE_CHECKING:
     from .._loop import Runtime, Tasks, Timer
 
-__all__ = ["Operations", "Running"]
+__all__ = ["Operations", "Running", "WaitingTransfers"]
 
 _log = get_logger()
 
@@ -136,3 +136,51 @@ class Operations:
     def rows(self) -> list[PendingOperation]:
         """Return a row of `dump()` for each."""
         return [running.row() for running in self._running.values()]
+
+
+class WaitingTransfers:
+    """The transfers of a DataDist that the engine does not have, yet or any more, and what they wait for."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._why: dict[Transfer[Any], tuple[str, float, Callable[[BaseException], object]]] = {}
+
+    def add(self, transfer: Transfer[Any], why: str, end: Callable[[BaseException], object]) -> None:
+        """Note what a transfer waits for from now on; its age goes on if it was waiting before.
+
+        Parameters
+        ----------
+        transfer : Transfer
+        why : str
+            For `DataDist.dump`.
+        end : callable
+            Ends the transfer early, with the error given.
+        """
+        since = self._why[transfer][1] if transfer in self._why else self._now()
+        self._why[transfer] = (why, since, end)
+
+    def remove(self, transfer: Transfer[Any]) -> bool:
+        """Note that a transfer waits no more; False if it did not."""
+        return self._why.pop(transfer, None) is not None
+
+    def end_all(self, make_error: Callable[[], DataDistError]) -> None:
+        """End all: what they wait for does not come any more."""
+        for _, _, end in tuple(self._why.values()):
+            end(make_error())
+
+    def rows(self) -> list[PendingOperation]:
+        """Return the rows of `DataDist.dump`."""
+        now = self._now()
+        return [
+            PendingOperation(
+                id=getattr(transfer, "_op", 0),
+                kind="copy" if transfer._peer is None else "pull" if transfer._pull else "push",
+                peer=transfer._peer,
+                age=now - since,
+                state=why,
+                bytes_done=transfer.progress.bytes_done,
+                bytes_total=transfer.progress.bytes_total,
+            )
+            for transfer, (why, since, _) in self._why.items()
+            if not transfer.done()
+        ]
