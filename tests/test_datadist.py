@@ -808,7 +808,7 @@ def longest_callback() -> Iterator[Callable[[], float]]:
         asyncio.Handle._run = run  # type: ignore[method-assign]
 
 
-async def test_e1_sixty_four_links_at_once_hold_the_loop_for_no_more_than_5_ms(
+async def test_e1_e2_sixty_four_links_at_once_hold_the_loop_for_no_more_than_5_ms(
     request: pytest.FixtureRequest,
 ) -> None:
     """faults.md E1 and E2."""

@@ -584,7 +584,7 @@ async def test_shm_alone_across_hosts_is_refused_with_both_lists(monkeypatch: py
         ("aiodatadist._loop.HostChannel.credentials", lambda self: (0, os.getuid()), "PID namespace"),
     ],
 )
-async def test_a_failing_proof_is_a_reason_and_no_error(
+async def test_e8_a_failing_proof_is_a_reason_and_no_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, value: Any, reason: str
 ) -> None:
     """faults.md E8: a slow path is visible, and warned about."""
