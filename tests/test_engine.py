@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -347,6 +348,20 @@ def test_cache_ids_are_used_once() -> None:
         move_and_check(r, pair, (here, first), READ, [1], [2], (0, 0, 3))
         kept.close()
         r.run(lambda: r.owner.seen(_core.EVENT_CACHE_QUIET, 77))
+
+
+def test_a_cache_that_comes_after_the_end_is_refused_and_not_pinned() -> None:
+    with rig("tcp", "step") as r:
+        r.owner.node.abort()
+        r.run(r.owner.node.quiet)
+        r.owner.node.close()
+        memory = np.zeros(64, np.uint8)
+        alive = weakref.ref(memory)
+        with pytest.raises(ClosedError):
+            r.owner.node.register_cache(9, [memory.ctypes.data], 8, 8, 8, True, True, pin=memory)
+        del memory
+        gc.collect()
+        assert alive() is None
 
 
 @pytest.mark.parametrize(

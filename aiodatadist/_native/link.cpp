@@ -105,6 +105,11 @@ adt_status_t Engine::register_cache(const std::shared_ptr<Node> &node, const adt
         error = "cache id 0 stands for all caches";
         return ADT_ERR_INVALID;
     }
+    {
+        // Nobody would hear of the quiet of a cache that came after the end, and let go of its memory.
+        const std::lock_guard<std::mutex> lock(mu_);
+        if (node->closed) return ADT_ERR_CLOSED;
+    }
     auto cache = std::make_shared<LocalCache>();
     cache->id = memory.cache_id;
     cache->geometry = memory.geometry;
