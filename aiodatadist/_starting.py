@@ -125,7 +125,7 @@ class Late:
         transfer._on_cancel = lambda: self._end(asyncio.CancelledError())
         self._timer = self._runtime.call_later(seconds, self._late) if seconds else None
         # What the peer registers later is of no use to a cache that has gone meanwhile.
-        cache._quiet.add_done_callback(self._go_on)
+        cache._late[self] = None
         self._go_on()
 
     def _go_on(self, _: object = None) -> None:
@@ -196,7 +196,7 @@ class Late:
         self._waiting.remove(self._transfer)
         if self._timer is not None:
             self._timer.cancel()
-        self._cache._quiet.remove_done_callback(self._go_on)
+        self._cache._late.pop(self, None)
         announced, self._announced = self._announced, None
         if announced is not None and not announced.done():
             announced.remove_done_callback(self._go_on)

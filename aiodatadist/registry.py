@@ -37,6 +37,7 @@ from .transfer import Operation, Transfer
 from .types import NO_ID, BlocksCacheKey, CacheDesc, CacheKey, Geometry, shown
 
 if TYPE_CHECKING:
+    from ._starting import Late
     from .datadist import DataDist
 
 __all__ = ["DEFAULT_TIMEOUT", "Cache", "CacheRegistry", "Timeout", "seconds_of"]
@@ -111,6 +112,7 @@ class Cache:
         self._native: _core.LocalCache | None = None
         self._state: Literal["registering", "ready", "failed", "closing", "closed"] = "registering"
         self._released = False  # deallocated, and kept by its keys
+        self._late: dict[Late, None] = {}  # transfers on it that wait for a peer's cache
         self._registered: asyncio.Future[None] = manager._runtime.future()
         self._quiet: asyncio.Future[None] = manager._runtime.future()
 
@@ -516,6 +518,7 @@ class CacheRegistry:
             self._forget(cache)
             _settle(cache._registered, error)
             _settle(cache._quiet, None)
+            _end_waiting(cache)
             return
         native = cache._native = done.result()
         if cache._state == "closing":  # unregistered before it was ready
@@ -580,16 +583,18 @@ class CacheRegistry:
             return
         registered = cache._state == "ready"
         cache._state = "closing"
-        self._forget_pairs(cache)
+        self._forget_use(cache)
         self._dd._table.remove(cache.id)
         self._forget_keys(cache)
         if registered and cache._native is not None:
             cache._native.close()
 
-    def _forget_pairs(self, cache: Cache) -> None:
+    def _forget_use(self, cache: Cache) -> None:
+        """Let go of what makes new transfers on a closed cache."""
         for link in self._dd._links.values():
             for entry in link.table.values():
                 entry.pairs.pop(cache.id, None)
+        _end_waiting(cache)
 
     def _until_quiet(self, cache: Cache, seconds: float, late: str) -> Transfer[None]:
         transfer: Operation[None] = Operation(loop=self._loop)
@@ -645,7 +650,7 @@ class CacheRegistry:
         late = f"cache {cache.id} may still be touched by a peer after {seconds} s"
         if cache._slots and cache._state in ("registering", "ready"):
             cache._released = True
-            self._forget_pairs(cache)
+            self._forget_use(cache)
             late = f"cache {cache.id} was kept by {len(cache._slots)} keys or by running transfers for {seconds} s"
         else:
             self._close(cache)
@@ -735,6 +740,12 @@ class CacheRegistry:
 def _found_by(key: CacheKey) -> CacheKey:
     """Return the key under which a slot is found: the prefix alone where there is one."""
     return key if NO_ID in (key.req_id, key.prefix_id) else CacheKey(key.cluster_id, NO_ID, key.model_id, key.prefix_id)
+
+
+def _end_waiting(cache: Cache) -> None:
+    """End the transfers that wait for a peer's cache and cannot begin on this one any more."""
+    for late in tuple(cache._late):
+        late._go_on()
 
 
 def _refused(cache: Cache, failure: BaseException, others: int) -> RegistrationError:
