@@ -62,19 +62,16 @@ from .errors import (
     UsageError,
     WrongLoopError,
 )
+from .keys import NO_ID, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 from .observe import PendingOperation
 from .pool import MemoryPool
 from .registry import DEFAULT_TIMEOUT, Cache
 from .transfer import Progress, Transfer
 from .types import (
-    NO_ID,
     Address,
-    BlocksCacheKey,
     CacheAnnounced,
     CacheDesc,
     CacheGone,
-    CacheKey,
-    CacheKeyByIdAndIndex,
     ClusterInfo,
     Geometry,
     LeaseEnd,

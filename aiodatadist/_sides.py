@@ -13,7 +13,8 @@ import numpy as np
 
 from . import _core
 from .errors import ArgumentError, ArgumentTypeError, BlockIndexError, CacheAccessError, CacheMismatch, CacheNotFound
-from .types import CacheKey, Geometry, Key, as_integer, shown
+from .keys import CacheKey, Key
+from .types import Geometry, as_integer, shown
 
 if TYPE_CHECKING:
     from .control.table import RemoteEntry

@@ -18,8 +18,8 @@ from .errors import (
     PeerLostError,
     TransferTimeout,
 )
+from .keys import NO_ID, CacheKey, CacheKeyByIdAndIndex, Key
 from .transfer import Transfer
-from .types import NO_ID, CacheKey, CacheKeyByIdAndIndex, Key
 
 if TYPE_CHECKING:
     from .cache import CacheManager

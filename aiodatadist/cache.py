@@ -19,17 +19,11 @@ from .errors import (
     ClosedError,
     NotLinkedError,
 )
+from .keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, Key
 from .observe import PendingOperation
 from .registry import DEFAULT_TIMEOUT, Cache, CacheRegistry, Timeout, seconds_of
 from .transfer import Transfer
-from .types import (
-    U32_MAX,
-    BlocksCacheKey,
-    CacheKey,
-    CacheKeyByIdAndIndex,
-    Key,
-    as_integer,
-)
+from .types import U32_MAX, as_integer
 
 if TYPE_CHECKING:
     from .control.leases import Lease

@@ -31,10 +31,11 @@ from .errors import (
     ProtocolError,
     RegistrationError,
 )
+from .keys import NO_ID, BlocksCacheKey, CacheKey
 from .observe import get_logger
 from .pool import MemoryPool
 from .transfer import Operation, Transfer
-from .types import NO_ID, BlocksCacheKey, CacheDesc, CacheKey, Geometry, shown
+from .types import CacheDesc, Geometry, shown
 
 if TYPE_CHECKING:
     from ._starting import Late

@@ -1,4 +1,4 @@
-"""The values of aiodatadist: roles, addresses, cache descriptions, keys, geometry, links and events.
+"""The values of aiodatadist: roles, addresses, cache descriptions, geometry, links and events; keys are in keys.py.
 
 All of them are frozen, compare by value and can be copied and pickled. None holds memory, a task or a
 descriptor. Whatever is checked is checked when a value is made, so that code further down may rely on it.
@@ -10,29 +10,27 @@ import ipaddress
 import math
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, NamedTuple, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, SupportsIndex
 
 from .errors import ArgumentError, ArgumentTypeError, CacheMismatch, Status
+
+if TYPE_CHECKING:
+    from .keys import BlocksCacheKey
 
 __all__ = [
     "DTYPE_SIZES",
     "MAX_RANK",
-    "NO_ID",
     "Address",
-    "BlocksCacheKey",
     "CacheAnnounced",
     "CacheDesc",
     "CacheGone",
-    "CacheKey",
-    "CacheKeyByIdAndIndex",
     "ClusterInfo",
     "Event",
     "Geometry",
-    "Key",
     "LeaseEnd",
     "LeaseExpired",
     "LeaseLost",
@@ -54,9 +52,6 @@ U16_MAX: Final = 2**16 - 1
 U32_MAX: Final = 2**32 - 1
 U64_MAX: Final = 2**64 - 1
 I64_MAX: Final = 2**63 - 1
-
-NO_ID: Final = U64_MAX
-"""The request or prefix id that stands for "none", as in the original."""
 
 MAX_RANK: Final = 31
 """Most dimensions of one tensor, as in the original."""
@@ -386,163 +381,6 @@ class ClusterInfo:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (ClusterInfo, (self.cluster_id, self.addresses or None))
-
-
-# Keys. ------------------------------------------------------------------------------------------------------
-#
-# Keys are tuples, because a look-up of a tuple in a dict costs a quarter of one of a frozen dataclass. The
-# three kinds have two, three and four fields, so that keys of different kinds are never equal, and they hash
-# at C speed. (A key does equal the plain tuple of its fields.)
-
-
-class _BlocksCacheKeyFields(NamedTuple):
-    cluster_id: int
-    model_id: int
-
-
-class BlocksCacheKey(_BlocksCacheKeyFields):
-    """Names the one blocks cache that a cluster registered for a model.
-
-    Parameters
-    ----------
-    cluster_id : int
-        The owner of the cache, 0 to 2**64 - 1. Registering takes only the DataDist's own.
-    model_id : int
-        0 to 2**64 - 1.
-
-    Raises
-    ------
-    ArgumentTypeError, ArgumentError
-        As `as_integer`.
-    """
-
-    __slots__ = ()
-
-    def __new__(cls, cluster_id: SupportsIndex, model_id: SupportsIndex = 0) -> Self:
-        """Check the fields; plain ints take the short way."""
-        if type(cluster_id) is not int or not 0 <= cluster_id <= U64_MAX:
-            cluster_id = as_integer(cluster_id, "cluster_id")
-        if type(model_id) is not int or not 0 <= model_id <= U64_MAX:
-            model_id = as_integer(model_id, "model_id")
-        return tuple.__new__(cls, (cluster_id, model_id))
-
-    @classmethod
-    def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]  # checks; mypy wants a generic cls
-        return cls(*iterable)
-
-
-class _CacheKeyByIdAndIndexFields(NamedTuple):
-    cluster_id: int
-    cache_id: int
-    batch_index: int
-
-
-class CacheKeyByIdAndIndex(_CacheKeyByIdAndIndexFields):
-    """Names a cache by the id its owner gave it, and one batch slot of it.
-
-    Parameters
-    ----------
-    cluster_id : int
-        The owner of the cache, 0 to 2**64 - 1.
-    cache_id : int
-        1 to 2**63 - 1. (The original takes 0 and below and silently looks up a key instead.)
-    batch_index : int
-        0 to 2**32 - 1. 0 for access by blocks.
-
-    Raises
-    ------
-    ArgumentTypeError, ArgumentError
-        As `as_integer`.
-    """
-
-    __slots__ = ()
-
-    def __new__(cls, cluster_id: SupportsIndex, cache_id: SupportsIndex, batch_index: SupportsIndex = 0) -> Self:
-        """Check the fields; plain ints take the short way."""
-        if type(cluster_id) is not int or not 0 <= cluster_id <= U64_MAX:
-            cluster_id = as_integer(cluster_id, "cluster_id")
-        if type(cache_id) is not int or not 1 <= cache_id <= I64_MAX:
-            cache_id = as_integer(cache_id, "cache_id", low=1, high=I64_MAX)
-        if type(batch_index) is not int or not 0 <= batch_index <= U32_MAX:
-            batch_index = as_integer(batch_index, "batch_index", high=U32_MAX)
-        return tuple.__new__(cls, (cluster_id, cache_id, batch_index))
-
-    @classmethod
-    def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]  # checks; mypy wants a generic cls
-        return cls(*iterable)
-
-
-class _CacheKeyFields(NamedTuple):
-    cluster_id: int
-    req_id: int
-    model_id: int
-    prefix_id: int
-
-
-class CacheKey(_CacheKeyFields):
-    """Names a batch slot by the request, or by the prefix, whose cache it holds.
-
-    Parameters
-    ----------
-    cluster_id : int
-        The owner of the cache, 0 to 2**64 - 1. Registering takes only the DataDist's own.
-    req_id : int
-        0 to 2**64 - 1; `NO_ID` for none.
-    model_id : int
-        0 to 2**64 - 1.
-    prefix_id : int
-        0 to 2**64 - 1; `NO_ID` for none. A key with a prefix id is found by the prefix alone.
-
-    Raises
-    ------
-    ArgumentTypeError, ArgumentError
-        As `as_integer`.
-
-    Notes
-    -----
-    Registering takes a key without any id as a placeholder that skips a batch slot, and one with both as the prefix's.
-    Pulling and pushing want exactly one.
-    """
-
-    __slots__ = ()
-
-    def __new__(
-        cls,
-        cluster_id: SupportsIndex,
-        req_id: SupportsIndex = NO_ID,
-        model_id: SupportsIndex = 0,
-        prefix_id: SupportsIndex = NO_ID,
-    ) -> Self:
-        """Check the fields; plain ints take the short way."""
-        if type(cluster_id) is not int or not 0 <= cluster_id <= U64_MAX:
-            cluster_id = as_integer(cluster_id, "cluster_id")
-        if type(req_id) is not int or not 0 <= req_id <= U64_MAX:
-            req_id = as_integer(req_id, "req_id")
-        if type(model_id) is not int or not 0 <= model_id <= U64_MAX:
-            model_id = as_integer(model_id, "model_id")
-        if type(prefix_id) is not int or not 0 <= prefix_id <= U64_MAX:
-            prefix_id = as_integer(prefix_id, "prefix_id")
-        return tuple.__new__(cls, (cluster_id, req_id, model_id, prefix_id))
-
-    @classmethod
-    def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]  # checks; mypy wants a generic cls
-        return cls(*iterable)
-
-    def __repr__(self) -> str:
-        request, prefix = (
-            "" if value == NO_ID else f", {name}={value}"
-            for name, value in (("req_id", self.req_id), ("prefix_id", self.prefix_id))
-        )
-        return f"CacheKey(cluster_id={self.cluster_id}{request}, model_id={self.model_id}{prefix})"
-
-    @property
-    def is_placeholder(self) -> bool:
-        """Whether neither request nor prefix id is given."""
-        return self.req_id == NO_ID and self.prefix_id == NO_ID
-
-
-Key = BlocksCacheKey | CacheKeyByIdAndIndex | CacheKey
-"""Anything that names a cache at a peer."""
 
 
 # Caches. ----------------------------------------------------------------------------------------------------
@@ -878,7 +716,7 @@ class CacheAnnounced:
         The owner.
     cache_id : int
         Its id there.
-    key : Key or None
+    key : BlocksCacheKey or None
         The key it was registered with, if any.
     geometry : Geometry
         How it lies in the owner's memory.
@@ -886,7 +724,7 @@ class CacheAnnounced:
 
     cluster_id: int
     cache_id: int
-    key: BlocksCacheKey | CacheKeyByIdAndIndex | CacheKey | None
+    key: BlocksCacheKey | None
     geometry: Geometry
 
 

@@ -36,16 +36,9 @@ from aiodatadist.errors import (
     TransportError,
     WrongLoopError,
 )
+from aiodatadist.keys import BlocksCacheKey, CacheKeyByIdAndIndex
 from aiodatadist.observe import PendingOperation
-from aiodatadist.types import (
-    BlocksCacheKey,
-    CacheDesc,
-    CacheKeyByIdAndIndex,
-    ClusterInfo,
-    LinkState,
-    LinkStateChanged,
-    Role,
-)
+from aiodatadist.types import CacheDesc, ClusterInfo, LinkState, LinkStateChanged, Role
 
 from .peers import spawn
 from .waiting import PATIENCE, held, native_threads, no_more, reserved_address, until, until_now

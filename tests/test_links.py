@@ -31,17 +31,8 @@ from aiodatadist.errors import (
     PeerLostError,
     Status,
 )
-from aiodatadist.types import (
-    BlocksCacheKey,
-    CacheAnnounced,
-    CacheGone,
-    CacheKeyByIdAndIndex,
-    ClusterInfo,
-    LinkState,
-    LinkStateChanged,
-    Notification,
-    Role,
-)
+from aiodatadist.keys import BlocksCacheKey, CacheKeyByIdAndIndex
+from aiodatadist.types import CacheAnnounced, CacheGone, ClusterInfo, LinkState, LinkStateChanged, Notification, Role
 
 from .waiting import PATIENCE, descriptors, reserved_address, until
 

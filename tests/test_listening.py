@@ -32,7 +32,8 @@ from aiodatadist.errors import (
     Status,
     TransportError,
 )
-from aiodatadist.types import Address, BlocksCacheKey, ClusterInfo, LinkState, PeerChanged, Role
+from aiodatadist.keys import BlocksCacheKey
+from aiodatadist.types import Address, ClusterInfo, LinkState, PeerChanged, Role
 
 from .waiting import reserved_address, until
 

@@ -16,16 +16,13 @@ from hypothesis import strategies as st
 
 from aiodatadist import types
 from aiodatadist.errors import ArgumentError, ArgumentTypeError, CacheMismatch, Status
+from aiodatadist.keys import NO_ID, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 from aiodatadist.types import (
     DTYPE_SIZES,
-    NO_ID,
     Address,
-    BlocksCacheKey,
     CacheAnnounced,
     CacheDesc,
     CacheGone,
-    CacheKey,
-    CacheKeyByIdAndIndex,
     ClusterInfo,
     Geometry,
     LinkPath,

@@ -17,7 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from aiodatadist.control import wire
 from aiodatadist.control.table import LocalRecord, LocalTable, RemoteTable, TableFeed, wire_geometry, wire_slots
 from aiodatadist.errors import CacheNotFound, InternalError, ProtocolError
-from aiodatadist.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, Geometry
+from aiodatadist.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
+from aiodatadist.types import Geometry
 
 ID = bytes(range(16))
 GEOMETRY = Geometry.of("bfloat16", (32, 4, 8), 6)

@@ -27,19 +27,9 @@ from ..errors import (
     PeerLostError,
     ProtocolError,
 )
+from ..keys import CacheKey, Key
 from ..observe import Counters, get_logger
-from ..types import (
-    CacheAnnounced,
-    CacheGone,
-    CacheKey,
-    Event,
-    Key,
-    LinkPath,
-    LinkState,
-    Notification,
-    PeerChanged,
-    Role,
-)
+from ..types import CacheAnnounced, CacheGone, Event, LinkPath, LinkState, Notification, PeerChanged, Role
 from . import wire
 from .handshake import refusal_error
 from .peers import NativePeer, NativePeers

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from ..errors import ArgumentError, ArgumentTypeError, DataDistError, InternalError, ProtocolError
-from ..types import NO_ID, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, Geometry, Key
+from ..keys import NO_ID, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, Key
+from ..types import Geometry
 from . import wire
 
 if TYPE_CHECKING:
