@@ -153,7 +153,7 @@ class Late:
                 self._end(not_found(self._named.key))
                 return
             self._note(f"waiting until the peer registers a cache under {self._named.key}")
-            self._announced = link.wait_for_key(index_key(self._named.key))
+            self._announced = link._wait_for_key(index_key(self._named.key))
             self._announced.add_done_callback(self._go_on)
             return
         if not cache._registered.done():
@@ -224,7 +224,7 @@ def told_after(opcode: int, entry: RemoteEntry, slot: int | None, sides: Sides, 
     link, cache_id, tensor, count = entry.link, entry.cache_id, sides.remote_tensor, sides.num_tensors
 
     def tell(transfer: Transfer[Any]) -> None:
-        link.tell_pulled(cache_id, slot, tensor, count)
+        link._tell_pulled(cache_id, slot, tensor, count)
         if then is None:
             transfer._told(None)
         else:
@@ -254,7 +254,7 @@ def notifier(manager: CacheManager, link: Link, payload: bytes, seconds: float) 
         return None if error is None else end_of_link(error, weak())
 
     def then(transfer: Transfer[Any]) -> None:
-        told = link.post_notification(payload)
+        told = link._post_notification(payload)
         if told.done():
             transfer._told(why(told))
             return

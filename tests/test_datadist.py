@@ -592,7 +592,7 @@ async def kill_and_relink(dd: DataDist, address: str, slow: dict[str, Any]) -> N
         await until(lambda: BlocksCacheKey(1) in link.table)
         peer.stop()
         fence = dd.fence(1, timeout=None)
-        notes = [link.post_notification(b"x") for _ in range(600)]
+        notes = [link._post_notification(b"x") for _ in range(600)]
         peer.kill()
         async with asyncio.timeout(PATIENCE):
             await fence

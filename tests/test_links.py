@@ -280,7 +280,7 @@ async def test_linking_oneself(two: list[DataDist]) -> None:
     assert a.links == {}
     assert link.table == link.slots == {}
     with pytest.raises(ArgumentError):
-        _ = link.post_notification(b"x")
+        _ = link._post_notification(b"x")
     await a.unlink(info(a))
     assert link.state is LinkState.CLOSED
     assert (await a.link(ClusterInfo(1))) is not link
@@ -604,12 +604,12 @@ async def test_notifications_arrive_in_order(two: list[DataDist]) -> None:
     a, b = two
     link = await b.link(info(a))
     for number in range(50):
-        await link.post_notification(b"%d" % number)
+        await link._post_notification(b"%d" % number)
     inbox = a.notifications()
     got = [await anext(inbox) for _ in range(50)]
     assert got == [Notification(2, b"%d" % number) for number in range(50)]
     await until(lambda: 2 in a.links)
-    await a.links[2].post_notification(b"back")
+    await a.links[2]._post_notification(b"back")
     assert await anext(b.notifications()) == Notification(1, b"back")
 
 
@@ -617,7 +617,7 @@ async def test_without_credits_senders_wait_and_nothing_is_lost() -> None:
     config = Config(notify_credits=4, transports=("tcp",))
     async with DataDist(1, listen=LISTEN, config=config) as a, DataDist(2) as b:
         link = await b.link(info(a))
-        posts = [link.post_notification(b"%d" % number) for number in range(20)]
+        posts = [link._post_notification(b"%d" % number) for number in range(20)]
         await until(lambda: a.stats()["unread"] == sum(post.done() for post in posts) == 4)
         await asyncio.sleep(0.01)
         assert a.stats()["unread"] == sum(post.done() for post in posts) == 4
@@ -635,12 +635,12 @@ async def test_a_peer_gains_no_credits_by_linking_again(credits: int) -> None:
         for _ in range(5):
             link = await b.link(info(a))
             for _ in range(credits + 2):
-                _ = link.post_notification(b"x")
+                _ = link._post_notification(b"x")
             await asyncio.sleep(0.02)
             await b.unlink(info(a))
         assert a.stats()["unread"] == credits
         link = await b.link(info(a))
-        posts = [link.post_notification(b"late") for _ in range(3 * credits)]
+        posts = [link._post_notification(b"late") for _ in range(3 * credits)]
         inbox = a.notifications()
         for _ in range(4 * credits):
             await asyncio.wait_for(anext(inbox), PATIENCE)
@@ -653,7 +653,7 @@ async def test_a_notification_without_a_credit_breaks_the_protocol() -> None:
         link = await b.link(info(a))
         link._credits = 100
         for _ in range(3):
-            _ = link.post_notification(b"x")
+            _ = link._post_notification(b"x")
         await until(lambda: not b.links)
         assert link.error is not None
         assert a.stats()["unread"] == 2
@@ -672,7 +672,7 @@ async def test_readers_compete_and_a_cancelled_one_loses_nothing(two: list[DataD
     readers = [asyncio.ensure_future(read()) for _ in range(4)]
     await asyncio.sleep(0)
     for number in range(200):
-        _ = link.post_notification(b"%d" % number)
+        _ = link._post_notification(b"%d" % number)
         if number % 20 == 10:
             await asyncio.sleep(0.002)
             readers.pop(0).cancel()
@@ -687,23 +687,23 @@ async def test_waiting_notifications_fail_with_the_link() -> None:
     config = Config(notify_credits=1, transports=("tcp",))
     async with DataDist(1, listen=LISTEN, config=config) as a, DataDist(2) as b:
         link = await b.link(info(a))
-        posts = [link.post_notification(b"x") for _ in range(3)]
+        posts = [link._post_notification(b"x") for _ in range(3)]
         await b.unlink(info(a))
         results = await asyncio.gather(*posts, return_exceptions=True)
         assert results[0] is None
         assert all(isinstance(result, LinkError) for result in results[1:])
         assert results[1] is not results[2]
         with pytest.raises(LinkError):
-            await link.post_notification(b"too late")
+            await link._post_notification(b"too late")
 
 
 async def test_too_long_a_notification(two: list[DataDist]) -> None:
     a, b = two
     link = await b.link(info(a))
     assert link.notify_max_bytes == Config().notify_max_bytes
-    await link.post_notification(bytes(link.notify_max_bytes))
+    await link._post_notification(bytes(link.notify_max_bytes))
     with pytest.raises(ArgumentError, match="the peer accepts"):
-        await link.post_notification(bytes(link.notify_max_bytes + 1))
+        await link._post_notification(bytes(link.notify_max_bytes + 1))
     assert link.state is LinkState.READY
 
 

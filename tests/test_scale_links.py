@@ -59,7 +59,7 @@ config = adt.Config(transports=("tcp",), tcp_connections=1, link_timeout=100.0)
 nodes = [await adt.DataDist(number, config=config).open() for number in range(1000, 1000 + count)]
 links = await asyncio.gather(*(node.link(adt.ClusterInfo(2, address)) for node in nodes))
 for node, link in zip(nodes, links):
-    link.post_notification(b"%d" % node.cluster_id)
+    link._post_notification(b"%d" % node.cluster_id)
 kept["nodes"] = nodes
 return [link.state.value for link in links].count("ready")
 """
@@ -217,7 +217,7 @@ async def test_s2_frames_of_32_tasks_never_interleave(transports: tuple[str, ...
             random = np.random.default_rng(number)
             for round_ in range(12):
                 body = random.bytes(int(random.integers(0, 30_000)))
-                await link.post_notification(b"%4d %4d %10d " % (number, round_, zlib.crc32(body)) + body)
+                await link._post_notification(b"%4d %4d %10d " % (number, round_, zlib.crc32(body)) + body)
                 if number % 4 == 0:
                     cache = b.cache_manager.register_blocks_cache([np.zeros((2, 8), np.uint8)])
                     await cache.ready()

@@ -196,7 +196,7 @@ class SelfLink(Link):
     def _tell_changes(self) -> None:
         self.role, self.peer_listens_at = self._own.role, self._own.listen
 
-    def post_notification(self, payload: bytes) -> asyncio.Future[None]:
+    def _post_notification(self, payload: bytes) -> asyncio.Future[None]:
         """Refuse: there is no peer."""
         raise ArgumentError("a DataDist cannot notify itself", peer=self.cluster_id, hint="use another cluster id")
 

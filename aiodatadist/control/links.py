@@ -555,7 +555,7 @@ class Link:
 
     # Caches that the peer has not announced yet. ------------------------------------------------------------
 
-    def wait_for_key(self, key: Key) -> asyncio.Future[None]:
+    def _wait_for_key(self, key: Key) -> asyncio.Future[None]:
         """Return a future that is done when the peer announces a cache under this key, or the link has ended.
 
         Cancelling it ends the wait.
@@ -569,7 +569,7 @@ class Link:
 
     # Pulls that the peer counts. ----------------------------------------------------------------------------
 
-    def tell_pulled(self, cache_id: int, slot: int, tensor: int, count: int) -> None:
+    def _tell_pulled(self, cache_id: int, slot: int, tensor: int, count: int) -> None:
         """Tell the owner that tensors of a counted slot were pulled. What waits to be told is bounded by its slots."""
         if self.error is None and not self._unlinking:
             self._pulled[cache_id, slot, tensor, count] = None
@@ -582,7 +582,7 @@ class Link:
 
     # Notifications. -----------------------------------------------------------------------------------------
 
-    def post_notification(self, payload: bytes) -> asyncio.Future[None]:
+    def _post_notification(self, payload: bytes) -> asyncio.Future[None]:
         """Send a notification when the peer has granted a credit for it.
 
         Parameters
