@@ -168,12 +168,10 @@ class Late:
             if then is not None:
                 transfer._then = then
             pair = manager._pair(entry, cache)
-            transfer._on_cancel = None
+            self._over()
             pair.submit(transfer, self._named.opcode, *sides, left)
         except Exception as why:  # whatever it is, whoever waits must hear of it
             self._end(why)
-            return
-        self._over()
 
     def _note(self, stage: str) -> None:
         self._stage = stage
@@ -193,6 +191,7 @@ class Late:
         self._transfer._told(error)
 
     def _over(self) -> None:
+        self._transfer._on_cancel = None  # what has ended, or begun, lets go of the cache
         self._waiting.remove(self._transfer)
         if self._timer is not None:
             self._timer.cancel()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -497,6 +499,51 @@ async def test_a_local_cache_that_goes_ends_the_wait_for_a_key() -> None:
             async with asyncio.timeout(PATIENCE):
                 await left
         assert pair.link._remote._wanted == {}
+
+
+async def test_what_waited_for_a_key_and_then_for_a_credit_is_listed() -> None:
+    async with linked("shm", owner={"notify_credits": 1}) as pair:
+        mine = await pair.take(pattern(9, SHAPE), remote=None)
+        pull = pair.user.cache_manager.pull_cache
+        left = pull(request(1), mine, wait=True, notify=b"second", timeout=None)
+        await pair.link.post_notification(b"first")
+        await allocated(pair, [request(1)])
+        await until(
+            lambda: [row.state for row in pair.user.dump()] == ["waiting for the peer to read its notifications"]
+        )
+        notes = aiter(pair.owner.notifications())
+        assert [(await anext(notes)).payload for _ in range(2)] == [b"first", b"second"]
+        await left
+        assert pair.user.dump() == []
+
+
+async def test_what_waited_for_a_key_lets_go_of_its_cache_at_the_end() -> None:
+    async with linked("shm") as pair:
+        tensor = np.zeros(SHAPE, np.uint8)
+        alive = weakref.ref(tensor)
+        dd = adt.DataDist(3)
+        nodes = [dd]
+        await dd.open()
+        await dd.link(adt.ClusterInfo(OWNER, str(pair.owner.listen_address)))
+        mine = dd.cache_manager.register_blocks_cache([tensor], remote=None)
+        await mine.ready()
+        left = dd.cache_manager.pull_cache(request(1), mine, wait=True, timeout=None)
+        del dd, tensor, mine
+
+        def drop() -> None:
+            nodes.clear()
+            gc.collect()
+
+        with pytest.warns(ResourceWarning):
+            drop()
+        await until(left.done)
+        assert isinstance(left.exception(), adt.ClosedError)
+
+        def forgotten() -> bool:
+            gc.collect()
+            return alive() is None
+
+        await until(forgotten)
 
 
 async def test_a_peer_that_dies_while_its_key_is_waited_for() -> None:
