@@ -506,7 +506,8 @@ async def test_what_waited_for_a_key_and_then_for_a_credit_is_listed() -> None:
         mine = await pair.take(pattern(9, SHAPE), remote=None)
         pull = pair.user.cache_manager.pull_cache
         left = pull(request(1), mine, wait=True, notify=b"second", timeout=None)
-        await pair.link.post_notification(b"first")
+        await allocated(pair, [prefix(1)])
+        await pull(prefix(1), mine, notify=b"first")
         await allocated(pair, [request(1)])
         await until(
             lambda: [row.state for row in pair.user.dump()] == ["waiting for the peer to read its notifications"]
