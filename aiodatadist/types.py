@@ -250,7 +250,7 @@ class Placement(IntEnum):
 
 # Addresses. -------------------------------------------------------------------------------------------------
 
-_HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?\Z")
+_HOST_NAME = re.compile(r"(?=.{1,253}\Z)(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?(?<!-)\Z")
 _ADDRESS_HINT = 'write "10.0.0.1:26000", "node-1:26000" or "[::1]:26000"'
 
 
@@ -318,7 +318,9 @@ def parse_address(address: str | tuple[Any, ...], name: str = "address", *, port
         elif host and not host.strip("0123456789."):
             host = str(ipaddress.IPv4Address(host))
         elif not _HOST_NAME.match(host):
-            raise ValueError("a host name has 1 to 253 ASCII letters, digits, dots, hyphens and underscores")
+            raise ValueError(
+                "a host name has 1 to 253 ASCII letters, digits, dots, hyphens and underscores, 1 to 63 between dots"
+            )
     except ValueError as why:
         raise ArgumentError(
             f"{name}={address!r:.200} has a host that cannot be used: {why}", hint=_ADDRESS_HINT

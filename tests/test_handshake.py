@@ -169,6 +169,7 @@ def test_every_refusal_becomes_a_typed_error(kind: str) -> None:
     assert isinstance(error, LinkError)
     assert (error.peer, error.message) == (5, "why")
     assert isinstance(refusal_error(kind, "why", 12345, 5), LinkError)
+    assert refusal_error(kind, "why", 0, 5).status != Status.SUCCESS
 
 
 # The connecting side, against peers by hand. ----------------------------------------------------------------

@@ -9,6 +9,7 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from aiodatadist._loop import Runtime, Stream
 from aiodatadist.config import Config
 from aiodatadist.control import hostproof, wire
 from aiodatadist.control.clusterproof import KeyProof, SessionKey
-from aiodatadist.control.handshake import Channel
+from aiodatadist.control.handshake import Channel, SessionDoor
 from aiodatadist.datadist import DataDist
 from aiodatadist.errors import DataDistError, HandshakeError, LinkError, PeerLostError, Status
 from aiodatadist.types import Address, ClusterInfo, LinkState
@@ -551,6 +552,20 @@ async def test_x2_a_stolen_token_is_good_for_nothing() -> None:
         await closed_by_peer(await dial(a.listen_address, good))
         for one in (channel, engine, data):
             one.close()
+
+
+async def test_x2_nobody_joins_the_connections_of_a_session_once_all_are_there() -> None:
+    door = SessionDoor(Runtime())
+    token, arrivals = door.open(3)
+    arrivals.expect(1)
+    engine, data, late = (Mock(spec=Stream) for _ in range(3))
+    door.admit(wire.Preamble(ENGINE, 0, token), engine)
+    door.admit(wire.Preamble(DATA, 0, token), data)
+    assert arrivals.complete.done()
+    door.admit(wire.Preamble(DATA, 1, token), late)
+    late.close.assert_called_once()
+    assert arrivals.take() == (engine, [data])
+    door.shut(token)
 
 
 async def test_x2_macs_without_a_key_are_refused() -> None:

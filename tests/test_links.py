@@ -398,6 +398,28 @@ async def test_unlinking_ends_an_attempt(two: list[DataDist]) -> None:
     assert (await b.link(info(a))).state is LinkState.READY
 
 
+@pytest.mark.parametrize("turns", range(1, 16, 2))
+async def test_linking_right_after_an_attempt_was_ended_begins_anew(two: list[DataDist], turns: int) -> None:
+    """An attempt that was given up takes some turns to its end. Whoever comes meanwhile must not share its fate."""
+    a, b = two
+    ended = b.link(info(a))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    _ = b.unlink(info(a), force=True)
+    again = b.link(info(a))
+    await asyncio.gather(ended, return_exceptions=True)
+    assert (await again).state is LinkState.READY
+
+
+async def test_whoever_links_while_it_closes_is_told_so(two: list[DataDist]) -> None:
+    """A link made after all were unlinked would be one that nobody ends, and closing would wait for it."""
+    a, b = two
+    late = b.link(info(a), auto_relink=True)
+    b._center.links.stop_linking()  # as closing does first; then it waits for transfers, and unlinks
+    with pytest.raises(ClosedError, match="closing"):
+        await late
+
+
 async def test_relinking_makes_new_epochs_and_no_leaks(two: list[DataDist]) -> None:
     a, b = two
     for _ in range(3):
@@ -420,11 +442,12 @@ async def test_relinking_makes_new_epochs_and_no_leaks(two: list[DataDist]) -> N
 
 async def test_linking_while_the_old_link_is_being_unlinked(two: list[DataDist]) -> None:
     a, b = two
-    for _ in range(20):
+    for round_ in range(20):
         old = await b.link(info(a))
         leaving = b.unlink(info(a))
-        await asyncio.sleep(0)
-        assert 1 not in b.links
+        assert 1 not in b.links  # at the call
+        if round_ % 2:
+            await asyncio.sleep(0)
         link = await b.link(info(a))
         await leaving
         assert link is not old

@@ -272,6 +272,10 @@ async def _relink_to(dd: adt.DataDist, silent: tuple[str, int], transports: tupl
         dd.links[1]._channel.stream.close()
         await changes.until(LinkState.LINKING, attempt=1)
         await until(lambda: (slot := dd._center.links._slots[1]).attempt is not None and slot.attempt.greeted)
+        given_up = dd.link(adt.ClusterInfo(1, silent))  # joins the background's attempt, and leaves it to it again
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
         link = await dd.link(peer.info, auto_relink=True)
         assert link.state is LinkState.READY
         dd.links[1]._channel.stream.close()

@@ -155,6 +155,8 @@ def refusal_error(kind: str, reason: str, status: int, peer: int | None) -> Data
         known = Status(status)
     except ValueError:
         known = Status.LINK_FAILED
+    if known is Status.SUCCESS:
+        known = Status.LINK_FAILED  # whatever the peer says, it is an error
     match kind:
         case wire.RefusalKind.VERSION | wire.RefusalKind.IDENTITY | wire.RefusalKind.TRANSPORTS:
             return HandshakeError(reason, peer=peer)
@@ -465,6 +467,8 @@ class _Arrivals:
         mac = wire.NO_MAC if self.key is None else self.key.seal(preamble).mac
         if not hmac.compare_digest(preamble.mac, mac):
             return False
+        if self.complete.done():
+            return False  # the agreed ones are there, and about to be taken
         if preamble.kind is wire.ConnectionKind.ENGINE:
             if self.engine is not None or preamble.index:
                 return False

@@ -72,10 +72,10 @@ _MAX_INCOMING: Final = 1024
 class _Attempt:
     """Our attempt to link a peer; everybody who wants the link waits for the same one."""
 
-    def __init__(self, info: ClusterInfo, runtime: Runtime, *, background: bool) -> None:
+    def __init__(self, info: ClusterInfo, runtime: Runtime) -> None:
         self.info = info
-        self.background = background
         self.joined = 0
+        self.callers = 0
         self.stage = "starting"
         self.failures: list[tuple[Address, Exception]] = []
         self.session: Session | None = None
@@ -101,6 +101,11 @@ class _Attempt:
     def said(self) -> str:
         """Return which addresses have failed, and why."""
         return "; ".join(f"{address}: {_words(why)}" for address, why in self.failures)
+
+    @property
+    def background(self) -> bool:
+        """Whether no caller of `link` waits for it."""
+        return not self.callers
 
     @property
     def greeted(self) -> bool:
@@ -404,21 +409,24 @@ class LinkManager:
         attempt = slot.attempt
         if attempt is not None and attempt.background and set(info.addresses) - set(attempt.info.addresses):
             # The caller knows better where the peer is.
-            attempt.give_up(LinkError("an attempt to link another address was made", peer=slot.cluster_id))
+            self._give_up(slot, LinkError("an attempt to link another address was made", peer=slot.cluster_id))
             attempt = None
         if attempt is None:
+            if self._closing:
+                raise ClosedError("the DataDist is closing")
             if slot.link is not None and slot.link.state is LinkState.READY:
                 return slot.link
-            attempt = slot.attempt = _Attempt(info, self.runtime, background=running is None)
+            attempt = slot.attempt = _Attempt(info, self.runtime)
             self._tasks.start(self._attempt, slot, attempt, name=f"aiodatadist-attempt-{slot.cluster_id}")
         if running is not None:
             running.state = attempt.where
-            attempt.background = False
         attempt.joined += 1
+        attempt.callers += running is not None
         try:
             await attempt.over.wait()
         finally:
             attempt.joined -= 1
+            attempt.callers -= running is not None
             if not attempt.joined and not attempt.over.is_set():
                 # Nobody wants it any more. Whoever comes from now on begins anew.
                 attempt.give_up(LinkError("linking was given up", peer=slot.cluster_id))
@@ -427,6 +435,12 @@ class LinkManager:
             return attempt.link
         assert attempt.error is not None
         raise copy_error(attempt.error)
+
+    def _give_up(self, slot: _Slot, error: DataDistError) -> None:
+        """End the attempt, if there is one. It takes some turns; whoever comes from now on begins anew."""
+        if slot.attempt is not None:
+            slot.attempt.give_up(error)
+            self._attempt_over(slot, slot.attempt)
 
     def _attempt_over(self, slot: _Slot, attempt: _Attempt) -> None:
         if slot.attempt is attempt:
@@ -577,7 +591,7 @@ class LinkManager:
 
     def _keep_linked(self, slot: _Slot, info: ClusterInfo) -> None:
         """Link the peer again whenever it is lost from now on."""
-        if info.cluster_id == self.own.cluster_id:
+        if info.cluster_id == self.own.cluster_id or self._closing:
             return
         if slot.relink is not None:
             slot.relink.info = info
@@ -590,7 +604,7 @@ class LinkManager:
         if slot.relink is not None:
             slot.relink = None
             if slot.attempt is not None and slot.attempt.background:
-                slot.attempt.give_up(LinkError("linking again was given up", peer=slot.cluster_id))
+                self._give_up(slot, LinkError("linking again was given up", peer=slot.cluster_id))
             slot.waiting.wake()
 
     async def _relink(self, slot: _Slot, relink: Relink) -> None:
@@ -771,8 +785,7 @@ class LinkManager:
             return self._operations.done(None)
         error = LinkError("the peer was unlinked", peer=cluster_id, hint="link it again")
         self._end_relink(slot)
-        if slot.attempt is not None:
-            slot.attempt.give_up(error)
+        self._give_up(slot, error)
         if slot.incoming is not None:
             slot.incoming.drop(error)
         link = slot.link
@@ -784,6 +797,8 @@ class LinkManager:
                 link._unlink_now()
             return self._operations.done(None)
 
+        if link is not None and link.error is None:
+            link._say_unlink("")  # now: whoever links from here on gets another link
         # Those of a link that somebody makes meanwhile are not waited for.
         peers = self.peers.of(cluster_id)
 
@@ -836,8 +851,7 @@ class LinkManager:
         error = ClosedError("the DataDist is closing")
         for slot in tuple(self._slots.values()):
             self._end_relink(slot)
-            if slot.attempt is not None:
-                slot.attempt.give_up(error)
+            self._give_up(slot, error)
             if slot.incoming is not None:
                 slot.incoming.drop(error)
 
