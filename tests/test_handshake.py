@@ -285,6 +285,18 @@ async def test_something_else_listens_there(answer: bytes) -> None:
         idle(b)
 
 
+async def test_a_peer_that_repeats_our_own_incarnation_is_not_taken_for_ourselves() -> None:
+    async def script(channel: Channel) -> None:
+        hello = await channel.expect(wire.Hello)
+        channel.send(wire.HelloReply(token=bytes(16), **identity(7, incarnation=hello.incarnation)))
+        await asyncio.sleep(30)
+
+    async with DataDist(2, config=TCP) as b, fake_peer(script) as address:
+        with pytest.raises(ProtocolError, match="own incarnation"):
+            await b.link(ClusterInfo(7, address))
+        idle(b)
+
+
 async def test_an_unexpected_message() -> None:
     async def script(channel: Channel) -> None:
         channel.send(wire.Ready())

@@ -602,6 +602,8 @@ class Handshaker:
                 hint="check cluster id and address",
             )
         if reply.incarnation == self.own.incarnation:
+            if cluster_id != self.own.cluster_id:
+                raise ProtocolError("the peer calls itself by this DataDist's own incarnation", peer=cluster_id)
             return False
         session.theirs = reply
         session.key = None if channel.key_proof is None else channel.key_proof.session_key()
