@@ -18,6 +18,7 @@ from aiodatadist.control.relink import Backoff
 from aiodatadist.types import LinkState, LinkStateChanged
 
 from .peers import PeerProcess, spawn
+from .test_hostile import BAD, CONFIG, VICTIM, attacker
 from .waiting import PATIENCE, reserved_address, until
 
 pytestmark = pytest.mark.loop
@@ -174,6 +175,34 @@ async def test_the_side_that_asked_dials_and_both_may(dd: adt.DataDist, transpor
         await asyncio.sleep(0.2)
         assert dd.links == {}
         assert await peer.run("return sorted(dd.links)") == []
+
+
+@pytest.mark.parametrize("end_relink", [False, True])
+async def test_the_background_tells_nothing_twice_while_the_peer_links_itself(
+    monkeypatch: pytest.MonkeyPatch, end_relink: bool
+) -> None:
+    monkeypatch.setattr(relink, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(relink, "LONGEST_PAUSE", 0.05)
+    async with adt.DataDist(VICTIM, listen="127.0.0.1:0", config=CONFIG) as victim:
+        changes = Changes(victim)
+        nowhere = adt.ClusterInfo(BAD, "127.0.0.1:1")
+        async with attacker(victim):
+            await victim.link(nowhere, auto_relink=True)
+        await changes.until(LinkState.BROKEN)
+        async with attacker(victim, ready=False) as peer:
+            slot = victim._center.links._slots[BAD]
+            # The background joins in. It may have been first, and was refused.
+            await until(lambda: slot.attempt is not None and "the peer has made" in slot.attempt.stage)
+            if end_relink:
+                mine = victim.link(nowhere, auto_relink=False)
+                await until(lambda: not [task for task in asyncio.all_tasks() if "relink" in task.get_name()])
+            else:
+                mine = victim.link(nowhere)
+            await peer.table()
+            assert (await mine).state is LinkState.READY
+            await changes.until(LinkState.READY)
+            await victim.unlink(nowhere, force=True)
+        assert all(one.new is other.old for one, other in itertools.pairwise(changes.seen)), changes.seen
 
 
 @pytest.mark.parametrize("end", ["unlink", "force", "peer unlinks", "peer closes", "auto_relink=False"])

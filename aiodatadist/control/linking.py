@@ -165,6 +165,7 @@ class _Slot:
         self.state = LinkState.IDLE
         self.counters = Counters()
         self.link: Link | None = None
+        self.making: Link | None = None
         self.attempt: _Attempt | None = None
         self.incoming: _Incoming | None = None
         self.relink: Relink | None = None
@@ -303,6 +304,8 @@ class LinkManager:
     def link_changed(self, link: Link, old: LinkState) -> None:
         """Take note that the state of the link is another one."""
         slot = self._slot(link.cluster_id)
+        if slot.making is link:
+            slot.making = None
         if link.state is LinkState.READY:
             previous, slot.link = slot.link, link
             slot.linked_at = self.runtime.now()
@@ -337,10 +340,15 @@ class LinkManager:
     def _make_link(self, slot: _Slot, session: Session, changes: int) -> Link:
         """Turn a finished handshake into a link that runs. `changes` are those that it has told the peer of."""
         slot.epoch += 1
-        link = Link(self, session, slot.epoch, slot.counters, changes)
-        if slot.state is not LinkState.LINKING:
-            self.publish(LinkStateChanged(slot.cluster_id, slot.state, LinkState.LINKING, slot.epoch))
+        slot.making = link = Link(self, session, slot.epoch, slot.counters, changes)
+        self._begin_linking(slot)
         return link
+
+    def _begin_linking(self, slot: _Slot, attempt: int = 0) -> None:
+        """Tell that the peer is being linked, once, whichever side began."""
+        old, slot.state = slot.state, LinkState.LINKING
+        if old is not LinkState.LINKING:
+            self.publish(LinkStateChanged(slot.cluster_id, old, LinkState.LINKING, slot.epoch, "", attempt))
 
     def tell_changes(self) -> None:
         """Tell all peers that this side has another role, or listens elsewhere."""
@@ -625,15 +633,14 @@ class LinkManager:
                 await self._try_again(slot, relink, most)
 
     async def _try_again(self, slot: _Slot, relink: Relink, most: float) -> None:
-        old, slot.state = slot.state, LinkState.LINKING
-        self.publish(LinkStateChanged(slot.cluster_id, old, slot.state, slot.epoch, "", relink.attempt))
+        self._begin_linking(slot, relink.attempt)
         reason = f"the peer was not linked within {most:g} s"
         try:
             with Deadline(most):
                 await self._join(slot, relink.info, None)
         except DataDistError as why:
             reason = str(why)
-        if slot.state is LinkState.LINKING and slot.link is None:
+        if slot.state is LinkState.LINKING and slot.link is None and slot.making is None:
             slot.state = LinkState.BROKEN if slot.relink is relink else LinkState.CLOSED
             self.publish(
                 LinkStateChanged(slot.cluster_id, LinkState.LINKING, slot.state, slot.epoch, reason, relink.attempt)
