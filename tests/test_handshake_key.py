@@ -243,6 +243,17 @@ async def test_x2_before_the_proof_a_client_learns_a_challenge_and_costs_nothing
         await closed_by_peer(client.channel)  # the time for the proof is over
 
 
+async def test_x2_without_a_proof_a_client_gets_little_memory() -> None:
+    """Thousands of connections may wait, and each may send a frame. The longest Hello that there can be fits."""
+    names = ["n" * 64] * 32
+    fields = identity(2**64 - 1, capabilities=names, transports=names, listen=["h" * 300] * 32, max_message=2**32 - 1)
+    wire.encode(wire.Hello(target=2**64 - 1, challenge=CHALLENGE, **fields), wire.HELLO_MAX_BYTES)
+    async with listening() as a:
+        client = await dial(a.listen_address)
+        client.stream.send((wire.HELLO_MAX_BYTES + 1).to_bytes(4, "little"))
+        await closed_by_peer(client)
+
+
 @pytest.mark.parametrize(
     "answer",
     [

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from .. import _core
-from .._loop import Runtime, Stream, Tasks
+from .._loop import RECEIVE_BYTES, Runtime, Stream, Tasks
 from ..errors import (
     DataDistError,
     HandshakeError,
@@ -241,12 +241,14 @@ class Channel:
         While a handshake with a cluster key is under way: takes note of all messages.
     """
 
-    def __init__(self, stream: Stream, peer: int | None = None) -> None:
+    def __init__(
+        self, stream: Stream, peer: int | None = None, *, receive_limit: int = wire.HANDSHAKE_MAX_BYTES
+    ) -> None:
         self.stream = stream
         self.peer = peer
         self.send_limit = wire.HANDSHAKE_MAX_BYTES
         self.key_proof: KeyProof | None = None
-        self._frames = wire.FrameReader()
+        self._frames = wire.FrameReader(receive_limit)
 
     def start_proving(self, key: bytes | None, *, dialed: bool) -> None:
         """Call before the first message of a handshake."""
@@ -313,7 +315,7 @@ class Channel:
             if message is not None:
                 return message
             try:
-                data = await self.stream.receive()
+                data = await self.stream.receive(min(RECEIVE_BYTES, self._frames.limit))
             except OSError as why:
                 raise PeerLostError(f"the control connection broke: {why.strerror or why}", peer=self.peer) from why
             if not data:

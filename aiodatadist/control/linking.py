@@ -657,7 +657,7 @@ class LinkManager:
         known : callable
             Called when the peer has said who it is and, with a cluster key, has proved that.
         """
-        channel = Channel(stream)
+        channel = Channel(stream, receive_limit=wire.HELLO_MAX_BYTES)
         try:
             hello: wire.Hello | None = None
             with Deadline(self.own.config.handshake_timeout):

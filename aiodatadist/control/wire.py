@@ -24,6 +24,7 @@ from ..errors import ProtocolError
 
 __all__ = [
     "HANDSHAKE_MAX_BYTES",
+    "HELLO_MAX_BYTES",
     "KEY_MAX_BYTES",
     "MIN_PROTOCOL_VERSION",
     "PREAMBLE_SIZE",
@@ -66,6 +67,9 @@ MIN_PROTOCOL_VERSION: Final = 1
 PREAMBLE_SIZE: Final = 64
 HANDSHAKE_MAX_BYTES: Final = 64 * 1024
 """Longest frame before both sides have said what they accept."""
+
+HELLO_MAX_BYTES: Final = 16 * 1024
+"""Longest frame that the listening side takes until then: thousands that prove nothing may send one. A Hello fits."""
 
 KEY_MAX_BYTES: Final = 1024 * 1024
 """Longest key of a cache; that of shm takes 8 bytes a tensor."""
