@@ -226,9 +226,10 @@ FAULTS = [
 
 
 @pytest.fixture(params=FAULTS, ids=lambda fault: type(fault).__name__)
-def fault(request: pytest.FixtureRequest) -> Exception:
+def fault(request: pytest.FixtureRequest) -> Iterator[Exception]:
     error: Exception = request.param
-    return error
+    yield error
+    error.__traceback__ = None  # its frames hold the node
 
 
 @contextlib.contextmanager
