@@ -17,7 +17,7 @@ import aiodatadist as adt
 
 from .conftest import Scale
 from .peers import PeerProcess, spawn
-from .waiting import PATIENCE, descriptors, native_threads, reserved_address, until
+from .waiting import PATIENCE, descriptors, native_threads, open_descriptors, reserved_address, until
 
 OWNER, USER = 1, 2
 KEY = adt.BlocksCacheKey(OWNER)
@@ -289,7 +289,7 @@ async def test_process_vm_between_processes_of_one_user() -> None:
 def few_descriptors(more: int) -> Any:
     """Allow this many descriptors beyond those that are open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
+    highest = max(open_descriptors())
     # The limit is for numbers: fill the gaps below.
     fillers = []
     while (fd := os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)) < highest:

@@ -40,6 +40,16 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def open_descriptors() -> set[int]:
+    """Return the numbers of the open descriptors, without that of the listing itself, which is gone again."""
+    found = set()
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            os.fstat(fd)
+            found.add(fd)
+    return found
+
+
 def native_threads() -> int:
     """Count the engine's threads. One that was joined may still be on its way out: wait for a number with `until`."""
     found = 0
