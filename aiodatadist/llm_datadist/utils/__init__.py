@@ -1,0 +1,1 @@
+"""Argument checks and the logger, under the module paths of the original."""
