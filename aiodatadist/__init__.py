@@ -39,8 +39,10 @@ from .errors import (
     ExtraMissing,
     FileLimitError,
     ForkedError,
+    GateError,
     HandshakeError,
     InternalError,
+    LayerFailed,
     LeaseError,
     LinkError,
     LinkRefusedError,
@@ -63,6 +65,8 @@ from .errors import (
     WrongLoopError,
 )
 from .keys import NO_ID, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
+from .layers import LayerGate, LayerSignal
+from .layerwise import LayerTransferResult, TransferConfig, TransferTask, TransferWithCacheKeyConfig
 from .observe import PendingOperation
 from .pool import MemoryPool
 from .registry import DEFAULT_TIMEOUT, Cache
@@ -74,6 +78,7 @@ from .types import (
     CacheGone,
     ClusterInfo,
     Geometry,
+    LayerArrived,
     LeaseEnd,
     LeaseExpired,
     LeaseLost,
@@ -122,9 +127,15 @@ __all__ = [
     "ExtraMissing",
     "FileLimitError",
     "ForkedError",
+    "GateError",
     "Geometry",
     "HandshakeError",
     "InternalError",
+    "LayerArrived",
+    "LayerFailed",
+    "LayerGate",
+    "LayerSignal",
+    "LayerTransferResult",
     "Lease",
     "LeaseEnd",
     "LeaseError",
@@ -157,9 +168,12 @@ __all__ = [
     "Status",
     "Transfer",
     "TransferAborted",
+    "TransferConfig",
     "TransferEnded",
     "TransferError",
+    "TransferTask",
     "TransferTimeout",
+    "TransferWithCacheKeyConfig",
     "TransportError",
     "TransportUnavailable",
     "UsageError",

@@ -43,6 +43,30 @@ cdef extern from "aiodatadist/transport.h" nogil:
         void (*probe)(adt_probe_t *out) noexcept
 
 
+cdef extern from "layers.hpp" namespace "adt" nogil:
+    cdef enum class CGateOutcome "adt::Gate::Outcome"(int):
+        ok
+        repeated
+        range
+        dropped
+
+    cdef cppclass CGate "adt::Gate":
+        uint32_t layers()
+        cbool recorded(uint32_t layer)
+        uint32_t count()
+        CGateOutcome record(uint32_t layer) except +
+        CGateOutcome fail(uint32_t layer) except +
+
+    cdef cppclass CRecorder "adt::Recorder":
+        CRecorder(uint32_t layers) except +
+        const shared_ptr[CGate] &gate()
+
+    uint64_t make_layer_signal(const shared_ptr[CRecorder] &recorder, uint32_t layer) except +
+    void release_layer_signal(uint64_t context) except +
+    cbool layer_signal_pending(uint64_t context)
+    uint64_t layer_signal_function()
+
+
 cdef extern from "engine.hpp" namespace "adt" nogil:
     const unsigned kTransportCount
     const adt_transport_ops_t *kTransports[]
@@ -58,6 +82,8 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
         lease_over
         lease_answer
         lease_lost
+        layer_done
+        layer_arrived
 
     cdef struct CEvent "adt::Event":
         CEventKind kind
@@ -131,6 +157,19 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
         cbool allow_inline
         void *cookie
 
+    cdef struct CLayerTensor "adt::LayerTensor":
+        uint32_t local
+        uint32_t remote
+        uint64_t base
+
+    cdef cppclass CLayerRequest "adt::LayerRequest":
+        shared_ptr[CGate] gate
+        uint32_t first_layer
+        uint32_t remote_layer
+        vector[CLayerTensor] tensors
+        vector[uint32_t] starts
+        adt_geometry_t remote_view
+
     cdef struct CSubmitResult "adt::SubmitResult":
         adt_status_t status
         cbool executed
@@ -166,6 +205,7 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
         cbool dialed
         uint64_t cluster
         cbool exposed
+        cbool layers_told
         uint64_t peer_limit_ns
         cbool *use
 
@@ -224,6 +264,7 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
             string &error) except +
         void release_cache(const shared_ptr[CRemoteCache] &cache) except +
         CSubmitResult submit(const CTransferRequest &request) except +
+        CSubmitResult submit_layers(const CTransferRequest &request, const CLayerRequest &wanted) except +
         void cancel(uint64_t op_id) except +
         cbool progress(uint64_t op_id, uint64_t *done, uint64_t *total)
 
@@ -238,6 +279,7 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
     void let_go_peer "adt::let_go"(shared_ptr[CPeer] &p)
     void let_go_local "adt::let_go"(shared_ptr[CLocalCache] &p)
     void let_go_remote "adt::let_go"(shared_ptr[CRemoteCache] &p)
+    void let_go_recorder "adt::let_go"(shared_ptr[CRecorder] &p)
 
 cdef extern from "copy.hpp" namespace "adt" nogil:
     const char *stream_copy_name()
@@ -314,6 +356,15 @@ cdef class Span:
 
 cdef class Secret:
     cdef const CSecret *secret
+
+cdef class Gate:
+    cdef object __weakref__
+    cdef shared_ptr[CRecorder] recorder
+    cdef readonly dict failures
+    cdef uint32_t number(self, layer) except? 0xFFFFFFFF
+
+cdef class LayerSignal:
+    cdef readonly uint64_t context
 
 cdef class Slot:
     cdef readonly uint64_t index

@@ -34,11 +34,13 @@ from .errors import (
     BlockIndexError,
     CacheNotFound,
     ClosedError,
+    ForkedError,
+    GateError,
     OutOfMemoryError,
     TransportUnavailable,
     error_from_native,
 )
-from .types import shown
+from .types import as_integer, shown
 
 EVENT_PEER_LOST = <int>CEventKind.peer_lost
 EVENT_PEER_QUIET = <int>CEventKind.peer_quiet
@@ -49,6 +51,7 @@ EVENT_PONG = <int>CEventKind.pong
 EVENT_LEASE_OVER = <int>CEventKind.lease_over
 EVENT_LEASE_ANSWER = <int>CEventKind.lease_answer
 EVENT_LEASE_LOST = <int>CEventKind.lease_lost
+EVENT_LAYER_ARRIVED = <int>CEventKind.layer_arrived
 READ = <int>ADT_READ
 WRITE = <int>ADT_WRITE
 WHOLE = 2**64 - 1
@@ -311,6 +314,10 @@ cdef class Ring:
             try:
                 if event.kind == CEventKind.transfer_done:
                     self.complete(event)
+                elif event.kind == CEventKind.layer_done:
+                    # Its end is told by a later event, which holds the reference.
+                    if event.cookie != NULL:
+                        (<object>event.cookie)._native_layer(event.token, event.bytes)
                 else:
                     if event.kind == CEventKind.cache_quiet:
                         pinned.get(event.node, {}).pop(event.cache, None)
@@ -340,7 +347,7 @@ cdef class Ring:
             rest.push_back(event)
         self.events.clear()
         for event in rest:
-            if event.cookie != NULL:
+            if event.cookie != NULL and event.kind == CEventKind.transfer_done:
                 Py_DECREF(<object>event.cookie)
         self.deferred = []
         self.call_soon = None
@@ -392,12 +399,13 @@ cdef class Node:
 
     def connect(self, int engine_fd, data_fds, *, int pid, int pidfd, bint process_vm, transports, bint dialed=False,
                 double peer_limit=0.0, bint exposed=True, uint64_t cluster_id=0, uint64_t secret_address=0,
-                bytes secret=b""):
+                bytes secret=b"", bint layers_told=False):
         """Start the native side of a link. Takes over every descriptor, whatever comes of it.
 
         Of three or more data connections the last two are for short requests: the dialing side's, then the other's.
         `peer_limit` is the silence in seconds that the peer bears; 0: as long as this side. Unless `exposed`, a peer of
         this host counts as able to touch local memory only from `Peer.expose` on. `cluster_id` is the peer's.
+        `layers_told`: the peer hears of layers that have landed in its memory.
         `secret`, if there is one, is that of its process: once it is not found there, the process is another program
         and cannot touch local memory.
         """
@@ -410,6 +418,7 @@ cdef class Node:
         request.process_vm = process_vm
         request.dialed = dialed
         request.exposed = exposed
+        request.layers_told = layers_told
         request.cluster = cluster_id
         if len(secret) == 32:
             request.secret_address = secret_address
@@ -759,6 +768,101 @@ cdef bint read_block_buffer(object blocks, vector[int64_t] &out, str name) excep
     return True
 
 
+cdef class Gate:
+    """Says which layers have been computed. `aiodatadist.LayerGate` is what users see of it."""
+
+    def __cinit__(self, num_layers):
+        cdef uint32_t layers = as_integer(num_layers, "num_layers", low=1, high=1_000_000)
+        self.recorder = shared_ptr[CRecorder](new CRecorder(layers))
+        self.failures = {}
+
+    def __dealloc__(self):
+        let_go_recorder(self.recorder)
+
+    @property
+    def num_layers(self):
+        return self.recorder.get().gate().get().layers()
+
+    cdef uint32_t number(self, layer) except? 0xFFFFFFFF:
+        cdef long long number = -1
+        if in_forked_child():
+            raise ForkedError("this process was forked while a DataDist was open; its gates record nothing")
+        if isinstance(layer, bool):
+            raise ArgumentTypeError(f"layer must be an integer, got {layer}")
+        try:
+            number = PyNumber_Index(layer)
+        except TypeError:
+            raise ArgumentTypeError(f"layer must be an integer, got {type(layer).__name__}") from None
+        except OverflowError:
+            pass
+        if not 0 <= number < self.recorder.get().gate().get().layers():
+            raise ArgumentError(f"layer {shown(layer)} is outside this gate's 0..{self.num_layers - 1}",
+                                hint="make the gate for as many layers as the model has")
+        return <uint32_t>number
+
+    def record(self, layer):
+        # Keeps the GIL, as all short calls do: giving it up beside a busy thread may cost seconds.
+        cdef uint32_t number = self.number(layer)
+        if self.recorder.get().gate().get().record(number) == CGateOutcome.repeated:
+            raise GateError(f"layer {number} {self.what(number)} before", hint="each layer is recorded once")
+
+    def fail(self, layer, error=None):
+        cdef uint32_t number = self.number(layer)
+        if error is not None and not isinstance(error, BaseException):
+            raise ArgumentTypeError(f"error must be an exception, got {type(error).__name__}")
+        # There before the transfers that end by it look for it.
+        mine = self.failures.setdefault(number, error) is error
+        if self.recorder.get().gate().get().fail(number) == CGateOutcome.repeated:
+            if mine and self.recorder.get().gate().get().recorded(number):
+                self.failures.pop(number, None)
+            raise GateError(f"layer {number} {self.what(number)} before", hint="a layer is recorded or fails, once")
+
+    def what(self, uint32_t layer):
+        """Say what became of a layer."""
+        return "was recorded" if self.recorder.get().gate().get().recorded(layer) else "failed"
+
+    def recorded(self, layer):
+        return self.recorder.get().gate().get().recorded(self.number(layer))
+
+    @property
+    def count(self):
+        """Number of recorded layers."""
+        return self.recorder.get().gate().get().count()
+
+    def native(self, layer):
+        cdef LayerSignal signal = LayerSignal.__new__(LayerSignal)
+        signal.context = make_layer_signal(self.recorder, self.number(layer))
+        return signal
+
+
+@cython.final
+cdef class LayerSignal:
+    """A C function and its context that record one layer of a gate: for callbacks of C, C++ and device runtimes.
+
+    Attributes
+    ----------
+    function : int
+        Address of a ``void (*)(void *context)``, callable from any thread, with or without the GIL.
+    context : int
+        Give it as the ``void *``. It works once; later calls, and those after `release`, do nothing. It keeps the gate
+        until then, also when this object is dropped.
+    """
+
+    @property
+    def function(self):
+        return layer_signal_function()
+
+    @property
+    def pending(self):
+        """Whether it has neither been called nor released."""
+        return layer_signal_pending(self.context)
+
+    def release(self):
+        """Give it up: a call that comes later does nothing."""
+        if not in_forked_child():
+            release_layer_signal(self.context)
+
+
 @cython.final
 cdef class Slot:
     """A part of one entry of dimension 0, as one side of a transfer: `nbytes` from `offset` on, in each tensor.
@@ -944,6 +1048,54 @@ cdef class Pair:
         if result.fault.kind != 0:
             raise block_error(result.fault, opcode, self.local_blocks, self.remote_blocks,
                               self.remote.transport == "local")
+        raise error_from_native(result.status, transport=self.remote.transport)
+
+    def submit_layers(self, part, local_side, remote_side, Gate gate, uint32_t first_layer, uint32_t remote_layer,
+                      tensors, starts, view, double timeout):
+        """Start writing layer by layer, as `gate` records them, and drive `part`, which holds the pins until its end.
+
+        `tensors` holds (local tensor, remote tensor, byte offset there) of all layers, those of layer ``i`` from
+        ``starts[i]`` to ``starts[i + 1]``. Layer 0 is the gate's `first_layer` and the peer's `remote_layer`. `view` is
+        the geometry by which `remote_side` counts, as for `checked_sides`. `part` is told as for `submit`, always by
+        way of the ring, and before its end by `_native_layer(layer, ns since its recording)` of each that has landed.
+        """
+        cdef CTransferRequest *request = &self.request
+        cdef CLayerRequest wanted
+        cdef CLayerTensor tensor
+        cdef CSubmitResult result
+        cdef Ring ring = self.ring
+        if in_forked_child():
+            raise error_from_native(-10, detail="this process is a forked child")
+        if ring.reading:
+            raise ArgumentError("a transfer was started while the blocks of another one were being read")
+        ring.reading = True
+        try:
+            read_sides(ADT_WRITE, local_side, remote_side, ring.local_blocks, ring.remote_blocks, deref(request))
+        finally:
+            ring.reading = False
+        wanted.gate = gate.recorder.get().gate()
+        wanted.first_layer = first_layer
+        wanted.remote_layer = remote_layer
+        for tensor.local, tensor.remote, tensor.base in tensors:
+            wanted.tensors.push_back(tensor)
+        wanted.starts = starts
+        (wanted.remote_view.num_tensors, wanted.remote_view.num_blocks, wanted.remote_view.block_bytes,
+         wanted.remote_view.block_stride) = view
+        request.opcode = ADT_WRITE
+        request.timeout_ns = <uint64_t>(timeout * 1e9) if 0 < timeout < 5e9 else 0
+        request.cookie = <void *>part
+        Py_INCREF(part)
+        try:
+            result = self.engine.get().submit_layers(deref(request), wanted)
+        except BaseException:
+            Py_DECREF(part)
+            raise
+        if result.status == ADT_PENDING:
+            part._native_started(self, result.op, result.bytes)
+            return
+        Py_DECREF(part)
+        if result.fault.kind != 0:
+            raise block_error(result.fault, ADT_WRITE, self.local_blocks, wanted.remote_view.num_blocks, False)
         raise error_from_native(result.status, transport=self.remote.transport)
 
     @property

@@ -20,7 +20,17 @@ if TYPE_CHECKING:
     from .control.table import RemoteEntry
     from .registry import Cache
 
-__all__ = ["Blocks", "Named", "Sides", "check_access", "check_reachable", "check_size", "match_tensors", "resolve"]
+__all__ = [
+    "Blocks",
+    "Named",
+    "Sides",
+    "check_access",
+    "check_reachable",
+    "check_size",
+    "layer_range",
+    "match_tensors",
+    "resolve",
+]
 
 Blocks: TypeAlias = Sequence[SupportsIndex] | np.ndarray[Any, Any]
 
@@ -228,24 +238,31 @@ def _check_per_layer(per_layer: int) -> int:
     return as_integer(per_layer, "tensor_num_per_layer", low=1, high=2**32 - 1)
 
 
-def _tensor_range(layers: range | None, name: str, per_layer: int, geometry: Geometry, side: str) -> tuple[int, int]:
-    """Return the first tensor and the number of tensors of a layer range."""
-    count = _check_per_layer(per_layer)
+def layer_range(layers: range | None, name: str, num_layers: int, side: str) -> range:
+    """Check a range of layers against how many there are; None stands for all."""
     if layers is None:
-        return 0, geometry.num_tensors
+        return range(num_layers)
     if not isinstance(layers, range):
         raise ArgumentTypeError(f"{name} must be a range, got {type(layers).__name__}")
     said = f"{name}=range({shown(layers.start)}, {shown(layers.stop)}, {shown(layers.step)})"
     if layers.step != 1 or layers.start < 0:
         raise ArgumentError(f"{said} must start at 0 or above and have step 1", hint="give range(start, stop)")
+    if layers.start >= layers.stop:
+        return range(0)
+    if layers.stop > num_layers:
+        raise ArgumentError(f"{said} exceeds the {num_layers} layers of the {side} cache", hint="give at most that")
+    return layers
+
+
+def _tensor_range(layers: range | None, name: str, per_layer: int, geometry: Geometry, side: str) -> tuple[int, int]:
+    """Return the first tensor and the number of tensors of a layer range."""
+    count = _check_per_layer(per_layer)
+    if layers is None:
+        return 0, geometry.num_tensors
     if geometry.num_tensors % count:
         raise ArgumentError(
             f"the {side} cache has {geometry.num_tensors} tensors, not a multiple of tensor_num_per_layer={count}",
             hint="give the number of tensors that make a layer",
         )
-    if layers.start >= layers.stop:
-        return 0, 0
-    in_all = geometry.num_tensors // count
-    if layers.stop > in_all:
-        raise ArgumentError(f"{said} exceeds the {in_all} layers of the {side} cache", hint="give at most that")
-    return layers.start * count, (layers.stop - layers.start) * count
+    checked = layer_range(layers, name, geometry.num_tensors // count, side)
+    return checked.start * count, len(checked) * count

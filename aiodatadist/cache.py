@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
-from . import _core
+from . import _core, layerwise
 from ._sides import Blocks, Named, check_access, check_size, match_tensors, resolve
 from ._starting import Late, find, index_key, not_found, notifier, told_after
 from .control.table import RemoteEntry
@@ -20,6 +21,8 @@ from .errors import (
     NotLinkedError,
 )
 from .keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, Key
+from .layers import LayerSource
+from .layerwise import TransferConfig, TransferTask, TransferWithCacheKeyConfig
 from .observe import PendingOperation
 from .registry import DEFAULT_TIMEOUT, Cache, CacheRegistry, Timeout, seconds_of
 from .transfer import Transfer
@@ -344,6 +347,59 @@ class CacheManager(CacheRegistry):
             src_cache, timeout, notify, False,
         )  # fmt: skip
 
+    def transfer_cache_async(
+        self,
+        cache: Cache,
+        layers: LayerSource,
+        targets: Sequence[TransferConfig | TransferWithCacheKeyConfig],
+        src_blocks: Blocks | None = None,
+        dst_blocks: Blocks | None = None,
+        *,
+        tensor_num_per_layer: int = 2,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        notify: bytes | None = None,
+    ) -> TransferTask:
+        """Push each layer of a cache to one or more peers as soon as it is computed.
+
+        Parameters
+        ----------
+        cache : Cache
+            Of this DataDist; may be read-only. Tensors of a layer lie next to each other.
+        layers : LayerGate or other source
+            Says which layers are final; see `aiodatadist.layers`.
+        targets : sequence of TransferConfig or TransferWithCacheKeyConfig
+            What goes where. One that fails does not stop the others. Never changed.
+        src_blocks, dst_blocks : sequence or array of int, optional
+            As for `push_blocks`, the same for all targets. `dst_blocks` alone: a batch slot of `cache` goes to blocks.
+            Neither: batch slot to batch slot. Read during the call only.
+        tensor_num_per_layer : int
+            Tensors that make a layer: 2 for K and V.
+        timeout : float or None, optional
+            Seconds from now until every target is ended, the time to compute the layers included; omitted:
+            `Config.transfer_timeout`, None: no deadline.
+        notify : bytes, optional
+            Delivered to each target's peer after all its layers have landed, as for `push_blocks`.
+
+        Returns
+        -------
+        TransferTask
+            Await it for the results. Do not change a layer's source blocks from its recording on until the task is
+            done, nor those of layers that are not recorded once they are.
+
+        Raises
+        ------
+        BlockIndexError, ArgumentError, ArgumentTypeError, ClosedError
+            What is wrong with the call whatever the peers have; nothing has started. That a peer is not linked, has no
+            such cache, or one that does not fit, is in that target's result.
+        """
+        self._dd._check_usable()
+        self._check_own(cache)
+        self._check_open(cache)
+        seconds = self._default_seconds if timeout is DEFAULT_TIMEOUT else seconds_of(timeout, 0.0)
+        return layerwise.start(
+            self, cache, layers, targets, src_blocks, dst_blocks, tensor_num_per_layer, seconds, notify
+        )
+
     # Copies within this DataDist. ----------------------------------------------------------------------------
 
     def copy_cache(
@@ -564,10 +620,7 @@ class CacheManager(CacheRegistry):
                 f"expected a BlocksCacheKey, CacheKeyByIdAndIndex or CacheKey, got {type(key).__name__}"
             )
         self._check_own(cache)
-        if cache.closed:
-            if cache._state == "failed" and (failure := cache._registered.exception()) is not None:
-                raise copy.copy(failure) from failure.__cause__
-            raise ClosedError(f"cache {cache.id} is unregistered")
+        self._check_open(cache)
         if key.cluster_id == dd.cluster_id:
             raise ArgumentError(
                 f"cluster {key.cluster_id} is this DataDist itself", hint="use copy_cache, copy_blocks or swap_blocks"
@@ -580,6 +633,12 @@ class CacheManager(CacheRegistry):
                 hint=f"await dd.link(ClusterInfo({key.cluster_id}, ...)) first",
             )
         return link
+
+    def _check_open(self, cache: Cache) -> None:
+        if cache.closed:
+            if cache._state == "failed" and (failure := cache._registered.exception()) is not None:
+                raise copy.copy(failure) from failure.__cause__
+            raise ClosedError(f"cache {cache.id} is unregistered")
 
     def _pair(self, entry: RemoteEntry, cache: Cache) -> _core.Pair:
         """Return what transfers between the two caches go through, kept for the next ones where blocks agree."""

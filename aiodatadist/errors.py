@@ -9,6 +9,7 @@
     │   ├── ConfigError             a bad Config field or environment variable   (also ValueError)
     │   ├── ClosedError             the object is closed, or was never opened; also ends what ran meanwhile
     │   ├── BusyError               the object cannot do that at present
+    │   ├── GateError               a layer was recorded, or failed, twice
     │   ├── WrongLoopError          called outside the event loop it belongs to
     │   └── ForkedError             called in a forked child, where it is inert
     ├── LinkError                   the link to a peer
@@ -22,6 +23,7 @@
     ├── TransferError               a transfer that had started
     │   ├── TransferTimeout         missed its deadline                          (also TimeoutError)
     │   ├── TransferAborted         the peer, a fence or force ended it
+    │   ├── LayerFailed             a layer that it waited for will not come
     │   └── PartialTransferError    some bytes landed, the rest failed
     ├── CacheError                  a cache, its keys or its blocks
     │   ├── CacheNotFound           no such cache or key, here or at the peer
@@ -64,8 +66,10 @@ __all__ = [
     "ExtraMissing",
     "FileLimitError",
     "ForkedError",
+    "GateError",
     "HandshakeError",
     "InternalError",
+    "LayerFailed",
     "LeaseError",
     "LinkError",
     "LinkRefusedError",
@@ -152,6 +156,7 @@ class NativeStatus(IntEnum):
     AGAIN = -17
     INTERNAL = -18
     NOT_MAPPED = -19
+    LAYER = -20
 
 
 def _restore(cls: type[DataDistError], args: tuple[Any, ...], state: dict[str, Any]) -> DataDistError:
@@ -269,6 +274,10 @@ class BusyError(UsageError):
     default_status = Status.LINK_BUSY
 
 
+class GateError(UsageError):
+    """A layer of a gate was recorded or failed twice."""
+
+
 class WrongLoopError(UsageError):
     """A DataDist was used outside the event loop and thread in which it was opened."""
 
@@ -366,6 +375,45 @@ class TransferTimeout(TransferError, TimeoutError):
 
 class TransferAborted(TransferError):
     """The peer, a fence, a closing or force ended the transfer; a caller's cancel is a CancelledError."""
+
+
+class LayerFailed(TransferError):
+    """A layer that a transfer waited for will not come; what its source raised is the cause.
+
+    Parameters
+    ----------
+    message, status, peer, transport, hint
+        As in `DataDistError`.
+    layer : int, optional
+        The layer.
+    bytes_done, bytes_total : int, optional
+        As in `TransferError`.
+    """
+
+    default_status = Status.PARAM_INVALID
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        layer: int | None = None,
+        status: Status | None = None,
+        peer: int | None = None,
+        transport: str | None = None,
+        hint: str | None = None,
+        bytes_done: int | None = None,
+        bytes_total: int | None = None,
+    ) -> None:
+        super().__init__(
+            message,
+            status=status,
+            peer=peer,
+            transport=transport,
+            hint=hint,
+            bytes_done=bytes_done,
+            bytes_total=bytes_total,
+        )
+        self.layer = layer
 
 
 class PartialTransferError(TransferError):
@@ -650,6 +698,7 @@ _FROM_NATIVE: dict[NativeStatus, tuple[type[DataDistError], Status | None, str, 
     NativeStatus.BUSY: (BusyError, None, "the object is busy", "try again when what it waits for has ended"),
     NativeStatus.AGAIN: (BusyError, None, "a queue is full", "try again when earlier work has ended"),
     NativeStatus.INTERNAL: (InternalError, None, "the engine failed", "report this with dump()"),
+    NativeStatus.LAYER: (LayerFailed, None, "a layer failed", "look at what its source raised"),
     NativeStatus.NOT_MAPPED: (
         RegistrationError,
         Status.PARAM_INVALID,

@@ -40,6 +40,7 @@ from .types import CacheDesc, Geometry, shown
 if TYPE_CHECKING:
     from ._starting import Late
     from .datadist import DataDist
+    from .layerwise import Starter
 
 __all__ = ["DEFAULT_TIMEOUT", "Cache", "CacheRegistry", "Timeout", "seconds_of"]
 
@@ -113,7 +114,7 @@ class Cache:
         self._native: _core.LocalCache | None = None
         self._state: Literal["registering", "ready", "failed", "closing", "closed"] = "registering"
         self._released = False  # deallocated, and kept by its keys
-        self._late: dict[Late, None] = {}  # transfers on it that wait for a peer's cache
+        self._late: dict[Late | Starter, None] = {}  # transfers on it that wait for a peer's cache
         self._registered: asyncio.Future[None] = manager._runtime.future()
         self._quiet: asyncio.Future[None] = manager._runtime.future()
 
@@ -121,6 +122,11 @@ class Cache:
         g = self.geometry
         state = "released" if self._released and self._state in ("registering", "ready") else self._state
         return f"<Cache {self.id}: {state}, {g.num_tensors} x {g.shape} {g.dtype}>"
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Address of each tensor in this process: what a peer names as `TransferConfig.dst_addrs`."""
+        return tuple(view.address for view in self._views)
 
     @property
     def closed(self) -> bool:
@@ -530,7 +536,9 @@ class CacheRegistry:
         if cache.remote is not None:
             counted = cache._region is not None and bool(cache._slots)
             self._dd._table.add(
-                LocalRecord(cache.id, cache.key, cache.geometry, cache.remote, native, cache._slots, counted)
+                LocalRecord(
+                    cache.id, cache.key, cache.geometry, cache.remote, native, cache._slots, counted, cache.addresses
+                )
             )
         _settle(cache._registered, None)
 

@@ -31,6 +31,7 @@ __all__ = [
     "ClusterInfo",
     "Event",
     "Geometry",
+    "LayerArrived",
     "LeaseEnd",
     "LeaseExpired",
     "LeaseLost",
@@ -865,12 +866,40 @@ class Notification:
     payload: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class LayerArrived:
+    """A peer has pushed a layer, all of whose bytes are in local memory.
+
+    Told of layer-wise transfers only. Where memory is named by addresses, layers count as the peer's do.
+
+    Attributes
+    ----------
+    cluster_id : int
+        The peer.
+    cache_id : int
+        The local cache.
+    op_id : int
+        The peer's number of the transfer, the same for all layers of one target.
+    layer : int
+        Layer of the local cache.
+    layers_left : int
+        Of that transfer, those that have not arrived; 0: this was the last.
+    """
+
+    cluster_id: int
+    cache_id: int
+    op_id: int
+    layer: int
+    layers_left: int
+
+
 Event = (
     LinkStateChanged
     | PeerChanged
     | CacheAnnounced
     | CacheGone
     | TransferEnded
+    | LayerArrived
     | LeaseExpired
     | LeaseReleased
     | LeaseLost

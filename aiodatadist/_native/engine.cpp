@@ -439,6 +439,21 @@ SubmitResult Engine::submit(const TransferRequest &request) {
     Section s(*this);
     result.status = usable(request);
     if (result.status != ADT_OK) return result;
+    Op &op = admit(request, bytes, runs);
+    op.exhausted = bytes == 0;
+    result.op = op.id;
+    result.bytes = bytes;
+    result.status = ADT_PENDING;
+    if (op.exhausted) {
+        settle(s, op);
+    } else {
+        enqueue(s, op);
+    }
+    return result;
+}
+
+// Makes an operation of a request that may start, and takes its runs.
+Op &Engine::admit(const TransferRequest &request, uint64_t bytes, std::vector<Run> &runs) {
     auto owned = std::make_unique<Op>();
     Op &op = *owned;
     op.id = next_id_++;
@@ -454,7 +469,6 @@ SubmitResult Engine::submit(const TransferRequest &request) {
     op.epoch = op.peer->epoch;
     op.started_ns = clock_.now_ns();
     op.cookie = request.cookie;
-    op.exhausted = bytes == 0;
     ++op.local->operations;
     ++op.remote->operations;
     if (op.remote->here) ++op.remote->here->operations;
@@ -463,26 +477,24 @@ SubmitResult Engine::submit(const TransferRequest &request) {
         op.deadline = add_timer(op.started_ns + request.timeout_ns, TimerKind::deadline, op.id);
         op.has_deadline = true;
     }
-    result.op = op.id;
-    result.bytes = bytes;
-    result.status = ADT_PENDING;
     ops_.emplace(op.id, std::move(owned));
-    if (op.exhausted) {
-        settle(s, op);
-        return result;
-    }
+    return op;
+}
+
+// Has an operation with something to cut wait for its turns; it may be gone afterwards.
+void Engine::enqueue(Section &s, Op &op) {
+    if (op.queued || op.held) return;
     // A write that was ended by force still has a frame on the wire, which fills the owner's blocks to its end. One
     // that came to the same blocks over another connection in between would be lost after it had ended well.
     if (op.opcode == ADT_WRITE && op.peer->leftovers.count(op.remote->id) != 0) {
         op.held = true;
         op.peer->held.push_back(&op);
-        return result;
+        return;
     }
     Lane &lane = lane_of(op);
     op.place = lane.ready.insert(lane.ready.end(), &op);
     op.queued = true;
     pump(s, lane);
-    return result;
 }
 
 // The last of a cache's writes that were ended by force has left the wire.
@@ -550,20 +562,32 @@ Lane &Engine::lane_of(const Op &op) {
     return (transports_[t].ops->flags & ADT_TRANSPORT_SHARED_QUEUE) != 0 ? transports_[t].lane : op.peer->lanes[t];
 }
 
-// Cuts the next batch off an operation. Returns true while more is left.
+// Cuts the next batch off an operation, of one layer where there are layers. Returns true while more can be cut now.
 bool Engine::cut(Op &op, Batch &batch) {
     const adt_path_t &path = op.remote->path;
+    LayerWork *const work = op.layers.get();
+    LayerWork::Layer *layer = nullptr;
+    uint32_t last = op.num_tensors;
+    if (work != nullptr) {
+        batch.layer = work->ready[work->next];
+        layer = &work->layers[batch.layer];
+        last = layer->last;
+        if (!std::exchange(work->begun, true)) op.at_tensor = layer->first;
+    }
     uint64_t bytes = 0;
     batch.chunks.clear();
-    while (op.at_tensor < op.num_tensors) {
-        char *const base = op.local->tensors[op.local_tensor + op.at_tensor];
+    while (op.at_tensor < last) {
+        const LayerTensor tensor =
+            work != nullptr ? work->tensors[op.at_tensor]
+                            : LayerTensor{op.local_tensor + op.at_tensor, op.remote_tensor + op.at_tensor, 0};
+        char *const base = op.local->tensors[tensor.local];
         while (op.at_run < op.runs.size()) {
             if (bytes == path.max_batch_bytes || batch.chunks.size() == path.max_batch_chunks) break;
             const Run &run = op.runs[op.at_run];
             const uint64_t left = run.length - op.at_byte;
             const uint64_t length = std::min(left, path.max_batch_bytes - bytes);
-            batch.chunks.push_back({base + run.local + op.at_byte, run.remote + op.at_byte,
-                                    op.remote_tensor + op.at_tensor, static_cast<uint32_t>(length)});
+            batch.chunks.push_back({base + run.local + op.at_byte, tensor.base + run.remote + op.at_byte, tensor.remote,
+                                    static_cast<uint32_t>(length)});
             bytes += length;
             op.at_byte += length;
             if (length == left) {
@@ -588,8 +612,14 @@ bool Engine::cut(Op &op, Batch &batch) {
     post.op_id = op.id;
     post.epoch = op.epoch;
     // Not while the peer waits for a fence: what is posted after take_over would wait for the loop, which may be busy.
-    post.loop_waits = op.bytes_total <= kShortBytes && op.peer->fences_from_peer.empty() ? 1 : 0;
-    return op.at_tensor < op.num_tensors;
+    // Nor a layer: the loop may wait for a model that computes.
+    post.loop_waits = op.bytes_total <= kShortBytes && work == nullptr && op.peer->fences_from_peer.empty() ? 1 : 0;
+    if (work == nullptr) return op.at_tensor < last;
+    ++layer->unfinished;
+    if (op.at_tensor < last) return true;
+    layer->all_cut = true;
+    work->begun = false;
+    return ++work->next < work->ready.size();
 }
 
 void Engine::pump(Section &s, Lane &lane) {
@@ -609,7 +639,7 @@ void Engine::pump(Section &s, Lane &lane) {
         } else {
             lane.ready.erase(op.place);
             op.queued = false;
-            op.exhausted = true;
+            op.exhausted = !op.layers || op.layers->next == op.layers->layers.size();
         }
         ++op.inflight;
         ++lane.inflight;
@@ -645,7 +675,13 @@ void Engine::complete_batch(Section &s, const adt_completion_t &completion) {
             release_held(peer, cache);
         }
     }
-    if (completion.status == ADT_OK) op.bytes_done += batch->post.bytes;
+    if (completion.status == ADT_OK) {
+        op.bytes_done += batch->post.bytes;
+        if (op.layers) {
+            LayerWork::Layer &layer = op.layers->layers[batch->layer];
+            if (--layer.unfinished == 0 && layer.all_cut) land_layer(s, op, batch->layer);
+        }
+    }
     give_batch(batch);
     if (completion.status != ADT_OK && op.stop == ADT_OK) {
         stop_op(s, op, completion.status);

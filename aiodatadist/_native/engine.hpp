@@ -28,6 +28,7 @@
 #include "counted.hpp"
 #include "fd.hpp"
 #include "geometry.hpp"
+#include "layers.hpp"
 #include "region.hpp"
 #include "transports.hpp"
 
@@ -50,6 +51,8 @@ enum class EventKind : uint32_t {
     lease_over,         // token: lease; status: why it ended. What it held can be touched no more on its account
     lease_answer,       // token: question; status: OK or NOT_FOUND; bytes: the lease's TTL, ns
     lease_lost,         // token: lease of the peer that was adopted here; status: why its owner ended it
+    layer_done,         // token: layer, from the operation's first; bytes: ns since it was recorded. The cookie is lent
+    layer_arrived,      // a peer's layer is in local memory. token: operation; bytes: layer; status: how many are left
 };
 
 struct Event {
@@ -128,6 +131,7 @@ struct Batch : Counted<Live::batch> {
     adt_batch_t post{};  // first: transports hand this pointer back
     Op *op = nullptr;
     bool detached = false;
+    uint32_t layer = 0;
     std::vector<adt_chunk_t> chunks;
 };
 
@@ -147,6 +151,34 @@ struct Timer {
 };
 using Timers = std::multimap<uint64_t, Timer>;
 
+// One tensor of a layer: which it is on each side, and how far the peer's bytes lie behind what the runs say.
+struct LayerTensor {
+    uint32_t local;
+    uint32_t remote;
+    uint64_t base;
+};
+
+// What an operation has to do layer by layer, as a gate lets it.
+struct LayerWork {
+    struct Layer {
+        uint32_t first = 0;       // of its tensors
+        uint32_t last = 0;        // one behind
+        uint32_t unfinished = 0;  // posted batches that have not come back well
+        bool all_cut = false;
+        uint64_t recorded_ns = 0;
+    };
+    std::shared_ptr<Gate> gate;
+    uint32_t first_layer = 0;   // the gate's number of layer 0 here
+    uint32_t remote_layer = 0;  // the owner's
+    std::vector<LayerTensor> tensors;
+    std::vector<Layer> layers;
+    size_t entries_read = 0;      // of the gate's log
+    std::vector<uint32_t> ready;  // recorded layers, in their order
+    size_t next = 0;              // the one of them that is being cut
+    bool begun = false;           // ... of which something is cut
+    uint32_t landed = 0;
+};
+
 struct Op : Counted<Live::operation> {
     uint64_t id = 0;
     adt_opcode_t opcode = ADT_READ;
@@ -161,6 +193,7 @@ struct Op : Counted<Live::operation> {
     uint32_t at_tensor = 0;
     size_t at_run = 0;
     uint64_t at_byte = 0;
+    std::unique_ptr<LayerWork> layers;  // null: everything may go at once
     uint64_t bytes_total = 0;
     uint64_t bytes_done = 0;
     uint32_t inflight = 0;  // posted batches that have not retired
@@ -198,6 +231,8 @@ enum class Say : uint8_t {
     lease_answer,  // a: lease, b: token, c: TTL in ns, status: OK or NOT_FOUND
     renew,         // the sender is still there: counts for every lease that it adopted over this connection
     lease_over,    // a: lease of the sender that the receiver had adopted, status: why it has ended
+    // Only told where the receiver's version knows it.
+    layer,  // a: operation, b: cache of the receiver, c: its layer; all its bytes are there. status: how many are left
 };
 struct WireMessage {
     uint8_t type;
@@ -298,7 +333,8 @@ struct Peer : Counted<Live::peer> {
     int32_t pid = 0;
     uint64_t secret_address = 0;
     std::array<unsigned char, Secret::kBytes> secret{};
-    bool exposed = false;  // the peer's process can touch local memory by itself: same host, and it may have a key
+    bool exposed = false;      // the peer's process can touch local memory by itself: same host, and it may have a key
+    bool layers_told = false;  // the peer wants to hear of layers that have landed in its memory
     std::array<adt_endpoint_h, kTransportCount> endpoints{};
     std::array<Lane, kTransportCount> lanes;
     // under Engine::mu_
@@ -389,6 +425,16 @@ struct TransferRequest {
     void *cookie = nullptr;
 };
 
+// Beside a TransferRequest, whose tensor numbers do not count here.
+struct LayerRequest {
+    std::shared_ptr<Gate> gate;
+    uint32_t first_layer = 0;
+    uint32_t remote_layer = 0;
+    std::vector<LayerTensor> tensors;
+    std::vector<uint32_t> starts;  // the first tensor of each layer, and the number of all
+    adt_geometry_t remote_view{};  // how the remote side counts blocks, from the base of each tensor on
+};
+
 struct SubmitResult {
     adt_status_t status = ADT_OK;  // ADT_OK: done already. ADT_PENDING: an event with the cookie follows. Else failed:
     bool executed = false;         // while it ran (true), or refused before anything moved (false)
@@ -406,8 +452,9 @@ struct ConnectRequest {
     std::array<unsigned char, Secret::kBytes> secret{};
     bool process_vm = false;
     bool dialed = false;
-    uint64_t cluster = 0;        // the peer's cluster id, for whom leases are held
-    bool exposed = true;         // false: the peer gets its first key after `expose`
+    uint64_t cluster = 0;  // the peer's cluster id, for whom leases are held
+    bool exposed = true;   // false: the peer gets its first key after `expose`
+    bool layers_told = false;
     uint64_t peer_limit_ns = 0;  // the silence that the peer bears; 0: as long as this side
     std::array<bool, kTransportCount> use{};
 };
@@ -418,7 +465,7 @@ constexpr uint64_t tag(Ready kind, uint64_t value) {
     return static_cast<uint64_t>(kind) << 56 | value;
 }
 
-class Engine : Counted<Live::engine> {
+class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine> {
   public:
     struct Options {
         unsigned copy_threads = 2;
@@ -487,6 +534,10 @@ class Engine : Counted<Live::engine> {
     void release_cache(const std::shared_ptr<RemoteCache> &cache);
 
     SubmitResult submit(const TransferRequest &request);
+    // A write whose layers go as the gate lets them; an event with the cookie follows for each, and one for the end.
+    SubmitResult submit_layers(const TransferRequest &request, const LayerRequest &wanted);
+    // Called by a gate in the recording thread. False: the operation wants no more of it.
+    bool read_gate(uint64_t op_id);
     void cancel(uint64_t op_id);
     bool progress(uint64_t op_id, uint64_t *done, uint64_t *total);
     std::string last_error(unsigned transport);
@@ -519,6 +570,8 @@ class Engine : Counted<Live::engine> {
 
     // engine.cpp: operations
     Lane &lane_of(const Op &op);
+    Op &admit(const TransferRequest &request, uint64_t bytes, std::vector<Run> &runs);
+    void enqueue(Section &s, Op &op);
     bool cut(Op &op, Batch &batch);
     void pump(Section &s, Lane &lane);
     void complete_batch(Section &s, const adt_completion_t &completion);
@@ -534,6 +587,11 @@ class Engine : Counted<Live::engine> {
     static adt_status_t usable(const TransferRequest &request);
     void with_endpoint(const std::shared_ptr<Peer> &peer, unsigned transport,
                        const std::function<void(const adt_transport_ops_t *, adt_transport_h, adt_endpoint_h)> &use);
+
+    // layers.cpp
+    bool follow_gate(Section &s, Op &op);
+    void land_layer(Section &s, Op &op, uint32_t layer);
+    void stop_at_gates(Section &s, Peer &peer, const LocalCache *local, uint64_t remote, adt_status_t status);
 
     // link.cpp: peers, fences, closing
     // `told`: the loop hears of it (the peer or the network ended the link, not this side).

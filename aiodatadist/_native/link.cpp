@@ -165,6 +165,7 @@ void Engine::close_local(Section &s, const std::shared_ptr<Node> &node, const st
     std::vector<std::shared_ptr<Peer>> peers;
     for (const auto &[id, peer] : node->peers) peers.push_back(peer);
     for (const std::shared_ptr<Peer> &peer : peers) {
+        stop_at_gates(s, *peer, cache.get(), 0, ADT_ERR_CLOSED);
         start_fence(s, *peer, 0, cache);
         take_over(s, *peer);
     }
@@ -338,6 +339,7 @@ adt_status_t Engine::connect(const std::shared_ptr<Node> &node, const ConnectReq
     peer->secret_address = request.secret_address;
     peer->secret = request.secret;
     peer->exposed = peer->same_host && request.exposed;
+    peer->layers_told = request.layers_told;
     peer->shorter_limit_ns = node->heartbeat_limit_ns;
     // The peer names its limit, and the timer comes again after a fraction of it: at nearly 0 it would never rest.
     if (request.peer_limit_ns > 0) {
@@ -629,6 +631,7 @@ void Engine::handle(Section &s, Peer &peer, const WireMessage &message) {
                 peer.closed_caches.insert(message.b);
                 if (peer.closed_caches.runs() > kMaxRuns) break;
                 close_imports(s, peer, message.b);
+                stop_at_gates(s, peer, nullptr, message.b, ADT_ERR_NOT_FOUND);
             }
             if (peer.fences_from_peer.size() >= kMaxFences) break;
             peer.fences_from_peer.push_back({message.a, message.b});
@@ -660,6 +663,20 @@ void Engine::handle(Section &s, Peer &peer, const WireMessage &message) {
         case Say::lease_over:
             if (handle_lease(s, peer, message)) return;
             break;
+        case Say::layer: {
+            if (peer.node->ring->crowded()) return;
+            Event event;
+            event.kind = EventKind::layer_arrived;
+            event.status = message.status;
+            event.node = peer.node->id;
+            event.peer = peer.id;
+            event.token = message.a;
+            event.cache = message.b;
+            event.bytes = message.c;
+            event.opcode = message.opcode;
+            emit(*peer.node, event);
+            return;
+        }
     }
     end_peer(s, peer, ADT_ERR_PROTOCOL, true);
 }

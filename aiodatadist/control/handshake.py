@@ -121,7 +121,7 @@ class Own:
             "incarnation": self.incarnation,
             "role": int(self.role),
             "listen": list(self.listen),
-            "capabilities": ["leases"],
+            "capabilities": ["layers", "leases"],
             "transports": list(self.usable),
             "heartbeat_limit": config.heartbeat_limit,
             "notify_credits": notify_credits,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import os
+import struct
 from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -521,6 +522,8 @@ class Link:
             close_all(copies)
         if self._unlinking:
             return  # nothing follows Unlink
+        taken = sum(len(key.data) for key in exported)
+        addresses = self._addresses_that_fit(record, taken)
         self._channel.send(
             wire.CacheAnnounce(
                 version=delta.version,
@@ -529,10 +532,19 @@ class Link:
                 access=record.access,
                 geometry=wire_geometry(record.geometry),
                 keys=exported,
-                slots=self._slots_that_fit(record, sum(len(key.data) for key in exported)),
+                slots=self._slots_that_fit(record, taken + len(addresses)),
                 counted=record.counted,
+                addresses=addresses,
             )
         )
+
+    def _addresses_that_fit(self, record: LocalRecord, taken: int) -> bytes:
+        """Return the addresses of a cache that peers may write, if an announcement has room for them."""
+        if record.access != "rw" or "layers" not in self._session.peer.capabilities:
+            return b""
+        packed = struct.pack(f"<{len(record.addresses)}Q", *record.addresses)
+        fits = len(packed) <= min(wire.KEY_MAX_BYTES, self._channel.send_limit - taken - _ANNOUNCE_OVERHEAD)
+        return packed if fits else b""
 
     def _slots_that_fit(self, record: LocalRecord, taken: int) -> list[wire.SlotKey]:
         """Return the keys of slots for an announcement, of which `taken` bytes are used already."""

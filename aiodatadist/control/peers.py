@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from .. import _core
 from ..errors import DataDistError, NativeStatus, PeerLostError, Status, error_from_native
-from ..types import TransferEnded
+from ..types import LayerArrived, TransferEnded
 from .waiting import Waiting
 
 if TYPE_CHECKING:
@@ -175,13 +175,13 @@ class NativePeers:
     Parameters
     ----------
     runtime : Runtime
-    on_transfer_ended : callable
-        Called with a `TransferEnded`.
+    publish : callable
+        Called with what peers have done to local memory: `TransferEnded`, `LayerArrived`.
     """
 
-    def __init__(self, runtime: Runtime, on_transfer_ended: Callable[[TransferEnded], None]) -> None:
+    def __init__(self, runtime: Runtime, publish: Callable[[TransferEnded | LayerArrived], None]) -> None:
         self._runtime = runtime
-        self._on_transfer_ended = on_transfer_ended
+        self._publish = publish
         self._peers: dict[int, NativePeer] = {}
 
     def __iter__(self) -> Iterator[NativePeer]:
@@ -223,6 +223,7 @@ class NativePeers:
             cluster_id=session.peer.cluster_id,
             secret_address=address,
             secret=secret,
+            layers_told="layers" in session.peer.capabilities,
         )
         peer = NativePeer(self._runtime, native, session.peer.cluster_id, on_lost)
         self._peers[peer.id] = peer
@@ -244,9 +245,11 @@ class NativePeers:
         elif kind == _core.EVENT_PEER_QUIET:
             del self._peers[peer_id]
             peer._quiet_event()
+        elif kind == _core.EVENT_LAYER_ARRIVED:
+            self._publish(LayerArrived(peer.cluster_id, cache_id, token, nbytes, layers_left=status))
         elif kind == _core.EVENT_TRANSFER_ENDED:
             error = error_from_native(status, peer=peer.cluster_id)
-            self._on_transfer_ended(
+            self._publish(
                 TransferEnded(
                     cluster_id=peer.cluster_id,
                     cache_id=cache_id,

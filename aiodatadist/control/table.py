@@ -8,6 +8,8 @@ before it was sent costs nothing, so a slow peer holds at most one entry for eac
 
 from __future__ import annotations
 
+import bisect
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
@@ -58,6 +60,8 @@ class LocalRecord:
         The key of each batch slot that has one, as it is now.
     counted : bool
         Peers tell when they have pulled a slot by its request.
+    addresses : tuple of int
+        Of the tensors, in this process.
     """
 
     cache_id: int
@@ -67,6 +71,7 @@ class LocalRecord:
     native: _core.LocalCache
     slots: Mapping[int, CacheKey] = field(default_factory=dict)
     counted: bool = False
+    addresses: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         named = f" of model {self.key.model_id}" if self.key is not None else ""
@@ -248,6 +253,15 @@ def wire_slots(slots: Mapping[int, CacheKey]) -> list[wire.SlotKey]:
     ]
 
 
+def _read_addresses(message: wire.CacheAnnounce) -> tuple[int, ...]:
+    sent = message.addresses
+    if sent and len(sent) != 8 * message.geometry.num_tensors:
+        raise ProtocolError(
+            f"the peer announced {len(sent)} bytes of addresses for {message.geometry.num_tensors} tensors"
+        )
+    return tuple(address for (address,) in struct.iter_unpack("<Q", sent))
+
+
 def _read_geometry(sent: wire.WireGeometry) -> Geometry:
     try:
         return Geometry(
@@ -284,9 +298,23 @@ class RemoteEntry:
         The key of each batch slot that has one.
     counted : bool
         The owner wants to hear of pulls by request.
+    addresses : tuple of int
+        Where the tensors lie in the owner's process; empty where it has not said so.
     """
 
-    __slots__ = ("access", "cache_id", "counted", "error", "geometry", "key", "link", "native", "pairs", "slots")
+    __slots__ = (
+        "access",
+        "addresses",
+        "cache_id",
+        "counted",
+        "error",
+        "geometry",
+        "key",
+        "link",
+        "native",
+        "pairs",
+        "slots",
+    )
 
     def __init__(
         self, link: Link, cache_id: int, key: BlocksCacheKey | None, geometry: Geometry, access: Access
@@ -301,6 +329,7 @@ class RemoteEntry:
         self.pairs: dict[int, Any] = {}
         self.slots: dict[int, CacheKey] = {}
         self.counted = False
+        self.addresses: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         reached = self.native.path if self.native is not None else f"unreachable: {self.error}"
@@ -316,6 +345,12 @@ def _wake(waiting: Sequence[asyncio.Future[None]]) -> None:
     for future in waiting:
         if not future.done() and not future.get_loop().is_closed():
             future.set_result(None)
+
+
+def _extent(entry: RemoteEntry) -> int:
+    """Return the bytes from the beginning of a tensor to its end."""
+    g = entry.geometry
+    return g.stride * (g.num_blocks - 1) + g.block_bytes
 
 
 ImportKeys = Sequence[tuple[str, bytes, int]]
@@ -356,6 +391,8 @@ class RemoteTable:
         self.by_key: dict[RemoteKey, RemoteEntry] = {}
         self.by_slot_key: dict[CacheKey, tuple[RemoteEntry, int]] = {}
         self._wanted: dict[Key, list[asyncio.Future[None]]] = {}
+        self._places: list[tuple[int, RemoteEntry, int]] | None = None  # tensors by address, made when asked for
+        self._longest = 0  # bytes of a tensor
         self.version = 0
 
     def __len__(self) -> int:
@@ -396,6 +433,7 @@ class RemoteTable:
         access: Access = "rw" if message.access == "rw" else "r"
         entry = RemoteEntry(self._link, cache_id, key, geometry, access)
         entry.counted = message.counted
+        entry.addresses = _read_addresses(message)
         slots = self._read_slots(entry, message.slots)
         shape = (geometry.num_tensors, geometry.num_blocks, geometry.block_bytes, geometry.stride)
         try:
@@ -404,6 +442,7 @@ class RemoteTable:
             # One cache out of reach is no reason to lose the others: whoever uses it gets the error.
             entry.error = why
         self._entries[cache_id] = entry
+        self._places = None
         self.by_key[CacheKeyByIdAndIndex(self._cluster_id, cache_id, 0)] = entry
         if key is not None:
             self.by_key[key] = entry
@@ -414,6 +453,31 @@ class RemoteTable:
                 if name is not None:
                     _wake(self._wanted.get(name, ()))
         return entry
+
+    def find_address(self, address: int) -> tuple[RemoteEntry, int, int] | None:
+        """Find the writable cache, the tensor and the byte offset in it that an address of the owner's process names.
+
+        Where memory is registered several times, the newest cache that holds the address counts.
+        """
+        if self._places is None:
+            self._longest = max((_extent(entry) for entry in self._entries.values()), default=0)
+            self._places = sorted(
+                (
+                    (start, entry, tensor)
+                    for entry in self._entries.values()
+                    if entry.access == "rw"
+                    for tensor, start in enumerate(entry.addresses)
+                ),
+                key=lambda place: (place[0], place[1].cache_id),
+            )
+        places = self._places
+        for at in range(bisect.bisect_right(places, address, key=lambda place: place[0]) - 1, -1, -1):
+            start, entry, tensor = places[at]
+            if address - start < _extent(entry):
+                return entry, tensor, address - start
+            if address - start >= self._longest:
+                break
+        return None
 
     def want(self, key: Key, announced: asyncio.Future[None]) -> None:
         """Have a future done when a cache is announced under `key`, or the table is cleared."""
@@ -468,6 +532,7 @@ class RemoteTable:
         """
         self._advance(message.version, same=False)
         entry = self._entries.pop(message.cache_id, None)
+        self._places = None
         if entry is None:
             raise ProtocolError(f"the peer withdrew cache {message.cache_id}, which it never announced")
         self._forget(entry)
@@ -477,6 +542,7 @@ class RemoteTable:
         """Drop all entries and return them."""
         entries = list(self._entries.values())
         self._entries.clear()
+        self._places = None
         self.by_key.clear()
         self.by_slot_key.clear()
         for entry in entries:

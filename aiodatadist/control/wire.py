@@ -412,6 +412,8 @@ class CacheAnnounce(Message, frozen=True, kw_only=True, tag=7):
         Keys of its batch slots.
     counted : bool
         The owner counts pulls of slots that are named by a request: `SlotPulled` tells it of each that ended well.
+    addresses : bytes
+        Address of each tensor in the owner's process, 8 bytes each, by which peers may name it; empty: not told.
     """
 
     version: _U64
@@ -422,6 +424,7 @@ class CacheAnnounce(Message, frozen=True, kw_only=True, tag=7):
     keys: Annotated[list[ExportedKey], msgspec.Meta(max_length=32)]
     slots: _SlotKeys = []
     counted: bool = False
+    addresses: Annotated[bytes, msgspec.Meta(max_length=KEY_MAX_BYTES)] = b""
 
 
 class CacheWithdraw(Message, frozen=True, kw_only=True, tag=8):

@@ -57,8 +57,15 @@ enum {
     ADT_ERR_BUSY = -16,
     ADT_ERR_AGAIN = -17, /* the queue is full: poll, then post the rest */
     ADT_ERR_INTERNAL = -18,
-    ADT_ERR_NOT_MAPPED = -19 /* an address is not mapped */
+    ADT_ERR_NOT_MAPPED = -19, /* an address is not mapped */
+    ADT_ERR_LAYER = -20       /* a layer that the operation waited for has failed */
 };
+
+/* Says that a layer of a model has been computed, so that transfers which wait for it may read its memory: what a C,
+   C++ or device-runtime callback (cudaLaunchHostFunc, aclrtLaunchCallback) is given together with its context. Callable
+   once, from any thread, without Python's lock; it posts the layer itself and takes microseconds. A further call does
+   nothing. */
+typedef void (*adt_layer_signal_t)(void *context);
 
 typedef enum adt_opcode {
     ADT_READ = 1, /* remote memory to local memory (pull) */

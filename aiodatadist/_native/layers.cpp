@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gates, and what the engine does with them: an operation at a gate is cut layer by layer, in the order of recording.
+#include "layers.hpp"
+
+#include <time.h>
+
+#include <algorithm>
+#include <cassert>
+#include <unordered_map>
+#include <utility>
+
+#include "engine.hpp"
+
+namespace adt {
+namespace {
+
+uint64_t monotonic_ns() {
+    timespec t{};
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return static_cast<uint64_t>(t.tv_sec) * 1'000'000'000u + static_cast<uint64_t>(t.tv_nsec);
+}
+
+struct Signals {
+    struct Signal {
+        std::shared_ptr<Recorder> recorder;
+        uint32_t layer;
+    };
+    std::mutex mu;
+    std::unordered_map<uint64_t, Signal> pending;
+    uint64_t next = 1;
+
+    std::shared_ptr<Recorder> take(uint64_t context, uint32_t *layer) {
+        const std::lock_guard<std::mutex> lock(mu);
+        const auto found = pending.find(context);
+        if (found == pending.end()) return nullptr;
+        std::shared_ptr<Recorder> recorder = std::move(found->second.recorder);
+        *layer = found->second.layer;
+        pending.erase(found);
+        return recorder;
+    }
+};
+
+// Never destroyed: a device's callback may come at the very end of the process.
+Signals &signals() {
+    static Signals *const instance = new Signals;
+    return *instance;
+}
+
+}  // namespace
+
+bool Gate::recorded(uint32_t layer) {
+    const std::lock_guard<std::mutex> lock(mu_);
+    return layer < state_.size() && state_[layer] == State::recorded;
+}
+
+uint32_t Gate::count() {
+    const std::lock_guard<std::mutex> lock(mu_);
+    return static_cast<uint32_t>(std::count(state_.begin(), state_.end(), State::recorded));
+}
+
+Gate::Outcome Gate::record(uint32_t layer) {
+    const Outcome outcome = log(layer, false);
+    if (outcome == Outcome::ok) tell();
+    return outcome;
+}
+
+Gate::Outcome Gate::fail(uint32_t layer) {
+    const Outcome outcome = log(layer, true);
+    if (outcome == Outcome::ok) tell();
+    return outcome;
+}
+
+void Gate::drop() {
+    {
+        const std::lock_guard<std::mutex> lock(mu_);
+        dropped_ = true;
+        const uint64_t now = monotonic_ns();
+        for (uint32_t i = 0; i < state_.size(); ++i) {
+            if (state_[i] != State::open) continue;
+            state_[i] = State::failed;
+            log_.push_back({i, true, now});
+        }
+    }
+    tell();
+}
+
+Gate::Outcome Gate::log(uint32_t layer, bool failed) {
+    const uint64_t now = monotonic_ns();
+    const std::lock_guard<std::mutex> lock(mu_);
+    if (layer >= state_.size()) return Outcome::range;
+    if (dropped_) return Outcome::dropped;
+    if (state_[layer] != State::open) return Outcome::repeated;
+    state_[layer] = failed ? State::failed : State::recorded;
+    log_.push_back({layer, failed, now});
+    return Outcome::ok;
+}
+
+// Has every waiting operation look at the log. It may hear of several layers at once, and of one twice: the place up to
+// which it has read decides.
+void Gate::tell() {
+    std::vector<Waiter> waiters;
+    {
+        const std::lock_guard<std::mutex> lock(mu_);
+        waiters = waiters_;
+    }
+    const auto same = [](const Waiter &a, const Waiter &b) {
+        return a.op == b.op && !a.engine.owner_before(b.engine) && !b.engine.owner_before(a.engine);
+    };
+    std::vector<Waiter> ended;
+    for (const Waiter &waiter : waiters) {
+        const std::shared_ptr<Engine> engine = waiter.engine.lock();
+        if (!engine || !engine->read_gate(waiter.op)) ended.push_back(waiter);
+    }
+    if (ended.empty()) return;
+    const std::lock_guard<std::mutex> lock(mu_);
+    const auto gone = [&](const Waiter &kept) {
+        return std::any_of(ended.begin(), ended.end(), [&](const Waiter &one) { return same(one, kept); });
+    };
+    waiters_.erase(std::remove_if(waiters_.begin(), waiters_.end(), gone), waiters_.end());
+}
+
+void Gate::subscribe(const std::shared_ptr<Engine> &engine, uint64_t op) {
+    const std::lock_guard<std::mutex> lock(mu_);
+    waiters_.push_back({engine, op});
+}
+
+void Gate::read(size_t from, std::vector<Entry> &out) {
+    const std::lock_guard<std::mutex> lock(mu_);
+    out.assign(log_.begin() + static_cast<std::ptrdiff_t>(std::min(from, log_.size())), log_.end());
+}
+
+uint64_t make_layer_signal(const std::shared_ptr<Recorder> &recorder, uint32_t layer) {
+    Signals &all = signals();
+    const std::lock_guard<std::mutex> lock(all.mu);
+    const uint64_t context = all.next++;
+    all.pending.emplace(context, Signals::Signal{recorder, layer});
+    return context;
+}
+
+void release_layer_signal(uint64_t context) {
+    uint32_t layer = 0;
+    const std::shared_ptr<Recorder> gone = signals().take(context, &layer);  // let go of without the lock
+}
+
+bool layer_signal_pending(uint64_t context) {
+    Signals &all = signals();
+    const std::lock_guard<std::mutex> lock(all.mu);
+    return all.pending.count(context) != 0;
+}
+
+namespace {
+
+void fire_layer_signal(void *context) {
+    if (in_forked_child()) return;
+    uint32_t layer = 0;
+    const auto number = static_cast<uint64_t>(reinterpret_cast<uintptr_t>(context));
+    if (const std::shared_ptr<Recorder> recorder = signals().take(number, &layer)) recorder->gate()->record(layer);
+}
+
+}  // namespace
+
+uint64_t layer_signal_function() {
+    const adt_layer_signal_t function = fire_layer_signal;
+    return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(function));
+}
+
+// ----------------------------------------------------------------------------------- operations that wait at a gate
+
+SubmitResult Engine::submit_layers(const TransferRequest &request, const LayerRequest &wanted) {
+    static thread_local std::vector<Run> runs;
+    SubmitResult result;
+    if (in_forked_child()) {
+        result.status = ADT_ERR_CLOSED;
+        return result;
+    }
+    const adt_geometry_t &lg = request.local->geometry;
+    const adt_geometry_t &rg = request.remote->geometry;
+    const uint64_t bytes_each =
+        bytes_a_tensor(request.local_side, request.remote_side, request.count, request.size, lg, wanted.remote_view);
+    result.fault = make_runs(request.local_side, request.remote_side, request.count, bytes_each, lg, wanted.remote_view,
+                             request.opcode == ADT_READ, false, runs);
+    if (result.fault.kind != BlockFault::none) {
+        result.status = ADT_ERR_BOUNDS;
+        return result;
+    }
+    if (wanted.starts.empty() || wanted.starts.back() != wanted.tensors.size()) {
+        result.status = ADT_ERR_GEOMETRY;
+        return result;
+    }
+    uint64_t checked = 0;  // tensors share their few bases: each is compared with the runs once in a row
+    bool any = false;
+    for (const LayerTensor &tensor : wanted.tensors) {
+        if (tensor.local >= lg.num_tensors || tensor.remote >= rg.num_tensors) {
+            result.status = ADT_ERR_GEOMETRY;
+            return result;
+        }
+        if (std::exchange(any, true) && tensor.base == checked) continue;
+        checked = tensor.base;
+        for (const Run &run : runs) {
+            if (tensor.base <= tensor_extent(rg) && inside_blocks(rg, tensor.base + run.remote, run.length)) continue;
+            result.status = ADT_ERR_BOUNDS;
+            result.fault.kind = BlockFault::size;
+            return result;
+        }
+    }
+
+    auto work = std::make_unique<LayerWork>();
+    work->gate = wanted.gate;
+    work->first_layer = wanted.first_layer;
+    work->remote_layer = wanted.remote_layer;
+    work->tensors = wanted.tensors;
+    const size_t layers = wanted.starts.size() - 1;
+    work->layers.resize(layers);
+    for (size_t i = 0; i < layers; ++i) {
+        work->layers[i].first = wanted.starts[i];
+        work->layers[i].last = wanted.starts[i + 1];
+    }
+
+    Section s(*this);
+    result.status = usable(request);
+    if (result.status != ADT_OK) return result;
+    Op &op = admit(request, bytes_each * wanted.tensors.size(), runs);
+    op.layers = std::move(work);
+    op.exhausted = layers == 0;
+    result.op = op.id;
+    result.bytes = op.bytes_total;
+    result.status = ADT_PENDING;
+    if (op.exhausted) {
+        settle(s, op);
+        return result;
+    }
+    wanted.gate->subscribe(shared_from_this(), op.id);
+    follow_gate(s, op);
+    return result;
+}
+
+bool Engine::read_gate(uint64_t op_id) {
+    if (in_forked_child()) return false;
+    Section s(*this);
+    const auto found = ops_.find(op_id);
+    if (found == ops_.end() || !found->second->layers) return false;
+    return follow_gate(s, *found->second);
+}
+
+// Takes in what the gate says. True while more of it is wanted; the operation may be gone afterwards.
+bool Engine::follow_gate(Section &s, Op &op) {
+    if (op.stop != ADT_OK || op.reported) return false;
+    LayerWork &work = *op.layers;
+    std::vector<Gate::Entry> entries;
+    work.gate->read(work.entries_read, entries);
+    work.entries_read += entries.size();
+    for (const Gate::Entry &entry : entries) {
+        if (entry.layer < work.first_layer || entry.layer - work.first_layer >= work.layers.size()) continue;
+        if (entry.failed) {
+            stop_op(s, op, ADT_ERR_LAYER);
+            return false;
+        }
+        const uint32_t layer = entry.layer - work.first_layer;
+        work.layers[layer].recorded_ns = entry.at_ns;
+        work.ready.push_back(layer);
+    }
+    const bool wanted = work.ready.size() < work.layers.size();
+    // Nothing to move of a layer: it lands at once.
+    while (work.next < work.ready.size()) {
+        const uint32_t layer = work.ready[work.next];
+        if (!op.runs.empty() && work.layers[layer].first != work.layers[layer].last) break;
+        work.layers[layer].all_cut = true;
+        ++work.next;
+        land_layer(s, op, layer);
+    }
+    if (work.next == work.layers.size()) {
+        op.exhausted = true;
+        settle(s, op);
+    } else if (work.next < work.ready.size()) {
+        enqueue(s, op);
+    }
+    return wanted;
+}
+
+// Every byte of a layer is visible at the peer.
+void Engine::land_layer(Section &s, Op &op, uint32_t layer) {
+    LayerWork &work = *op.layers;
+    ++work.landed;
+    Peer &peer = *op.peer;
+    if (peer.state == Peer::State::active && peer.layers_told) {
+        send(s, peer,
+             {static_cast<uint8_t>(Say::layer), 0, static_cast<uint16_t>(op.opcode),
+              static_cast<int32_t>(work.layers.size() - work.landed), op.id, op.remote->id, work.remote_layer + layer});
+    }
+    if (op.reported) return;
+    Event event;
+    event.kind = EventKind::layer_done;
+    event.node = peer.node->id;
+    event.peer = peer.id;
+    event.token = layer;
+    event.cache = op.remote->id;
+    event.bytes = clock_.now_ns() - std::min(clock_.now_ns(), work.layers[layer].recorded_ns);
+    event.opcode = op.opcode;
+    event.cookie = op.cookie;
+    emit(*peer.node, event);
+}
+
+// One side takes its cache back: whoever waits at a gate might wait for long, and the closing with it.
+void Engine::stop_at_gates(Section &s, Peer &peer, const LocalCache *local, uint64_t remote, adt_status_t status) {
+    const std::vector<Op *> ops(peer.ops.begin(), peer.ops.end());
+    for (Op *op : ops) {
+        if (op->layers && (local != nullptr ? op->local.get() == local : op->remote->id == remote)) {
+            stop_op(s, *op, status);
+        }
+    }
+}
+
+}  // namespace adt
