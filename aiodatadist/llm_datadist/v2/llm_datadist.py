@@ -1,21 +1,48 @@
-"""`LLMDataDist`: one node."""
+"""`LLMDataDist`: one node, its life and its links."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+import atexit
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
+from .._engine import Engine, Peer
 from ..configs import LLMClusterInfo, LLMRole
-from ..status import LLMStatusCode
-from ..utils.utils import check_isinstance, check_uint64
+from ..status import LLMException, LLMStatusCode, raise_if_false, raise_if_true
+from ..utils import log
+from ..utils.utils import check_int32, check_isinstance, check_uint64
 from .cache_manager import CacheManager
-from .config import EngineConfig as EngineConfig
+from .config import ClusterConfig, EngineConfig
 from .llm_types import RegisterMemStatus
 
 __all__ = ["LLMDataDist"]
 
+_CACHE_MANAGER = "llm.EnableCacheManager"
+_REMOTE_ACCESSIBLE = "llm.EnableRemoteCacheAccessible"
+_LISTEN = "llm.listenIpInfo"
+_FLOW_GRAPH_MEMORY = "ge.flowGraphMemMaxSize"
+
+_ROLES = {LLMRole.PROMPT: "Prompt", LLMRole.DECODER: "Decoder", LLMRole.MIX: "Mix"}
+
 
 class LLMDataDist:
-    """One node."""
+    """One node: it links peers, and its caches move to and from theirs. At most one is live in a process.
+
+    All methods may be called by any thread. Each blocks the thread that calls it, and no other; an interrupt ends the
+    wait, and what it waited for.
+
+    Parameters
+    ----------
+    role : LLMRole
+        What the node is for. It restricts nothing.
+    cluster_id : int
+        0 to 2**64 - 1, unique among all that link each other.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument has a wrong type, or is out of range.
+    """
 
     llm_engine_instance: ClassVar[LLMDataDist | None] = None
 
@@ -26,34 +53,234 @@ class LLMDataDist:
         self._cluster_id = int(cluster_id)
         self._engine_options: dict[str, str] = {}
         self._is_initialized = False
+        self._enable_cache_mgr = False
+        self._llm_datadist: Engine | None = None
+        self._kv_cache_manager: Any = None
+        self._cache_manager: CacheManager | None = None
+
+    # Life. --------------------------------------------------------------------------------------------------
 
     def init(self, options: dict[str, str]) -> None:
-        """Open the node."""
+        """Open the node.
+
+        Parameters
+        ----------
+        options : dict of str to str
+            As `LLMConfig.generate_options` makes them. They are copied. A node that is open already ignores them.
+
+        Raises
+        ------
+        LLMException
+            Another node is live (``LLM_FAILED``), an option cannot be used (``LLM_PARAM_INVALID``), or the address
+            cannot be listened on (``LLM_FAILED``).
+        ImportError
+            Without ``llm.EnableCacheManager`` it would be a node of the first version, which is not here.
+        TypeError, ValueError
+            The options are no dict, or a port is no number.
+        """
+        if self._is_initialized:
+            return
+        raise_if_false(
+            LLMDataDist.llm_engine_instance is None,
+            "another LLMDataDist is live in this process; finalize it first",
+            status_code=LLMStatusCode.LLM_FAILED,
+        )
+        check_isinstance("options", options, dict)
+        _check_flow_graph_memory(options.get(_FLOW_GRAPH_MEMORY))
+        options = {**options, "llm.Role": self._role_to_str(self._role)}
+        if "llm.LocalCommRes" in options:
+            options.setdefault(_CACHE_MANAGER, "1")
+            options.setdefault(_REMOTE_ACCESSIBLE, "1")
+            raise_if_false(
+                options[_CACHE_MANAGER] == "1", "with local_comm_res EnableCacheManager must not be switched off"
+            )
+        if "llm.TransferBackend" in options:
+            raise_if_false(options.get(_CACHE_MANAGER) == "1", "with transfer_backend EnableCacheManager must be on")
+            raise_if_false(
+                options.setdefault(_REMOTE_ACCESSIBLE, "1") == "1",
+                "with transfer_backend EnableRemoteCacheAccessible must not be switched off",
+            )
+            raise_if_false(_LISTEN in options, "with transfer_backend listenIpInfo must be given")
+        if options.get(_CACHE_MANAGER) != "1":
+            raise ImportError(
+                "without enable_cache_manager this is a node of the first version of llm_datadist, which is the "
+                "package llm_datadist_v1; it is not here",
+                name="llm_datadist_v1",
+            )
+        if _LISTEN in options:
+            ip, port = _ip_and_port(options[_LISTEN])
+            options["llm.ListenIp"], options["llm.ListenPort"] = ip, str(port)
+        engine = Engine(EngineConfig.from_options(self._cluster_id, self._role, options))
+        self._engine_options = options
+        self._enable_cache_mgr = True
+        self._llm_datadist = engine
+        self._cache_manager = CacheManager(engine, options)
+        self._is_initialized = True
+        LLMDataDist.llm_engine_instance = self
 
     def finalize(self) -> None:
-        """Close the node."""
+        """Close the node; nothing where it is not open. It may be opened again.
+
+        Calls that other threads wait in end first. Links end, peers are told, and the memory of all caches is the
+        caller's again.
+
+        Raises
+        ------
+        LLMException
+            A peer may still touch the memory of caches; the message names them. The node is closed all the same.
+        """
+        engine, self._llm_datadist = self._llm_datadist, None
+        if engine is None:
+            return
+        self._is_initialized = False
+        self._enable_cache_mgr = False
+        self._cache_manager = None
+        try:
+            engine.finalize()
+        finally:
+            if LLMDataDist.llm_engine_instance is self:
+                LLMDataDist.llm_engine_instance = None
 
     @property
     def cluster_id(self) -> int:
-        """Its id."""
+        """Id of the node."""
         return self._cluster_id
 
     @property
     def cache_manager(self) -> CacheManager:
-        """Its caches."""
-        raise RuntimeError("llm datadist is not initialized")
+        """Registers caches and moves them; always the same object until `finalize`."""
+        self._engine()
+        assert self._cache_manager is not None
+        return self._cache_manager
+
+    @property
+    def kv_cache_manager(self) -> Any:
+        """Of the first version: always an `LLMException`."""
+        self._engine()
+        raise_if_true(self._enable_cache_mgr, "kv_cache_manager is not there with enable_cache_manager")
+
+    def _engine(self) -> Engine:
+        engine = self._llm_datadist
+        if engine is None:
+            raise RuntimeError("llm datadist is not initialized")
+        return engine
+
+    @staticmethod
+    def _role_to_str(role: LLMRole) -> str:
+        return _ROLES[role]
+
+    def _cluster_config(self) -> ClusterConfig:
+        return ClusterConfig.from_options(self._cluster_id, self._role, self._engine_options)
+
+    # Links. -------------------------------------------------------------------------------------------------
 
     def link_clusters(
-        self, clusters: list[LLMClusterInfo], timeout: int = 3000
+        self, clusters: Sequence[LLMClusterInfo], timeout: int = 3000
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """Link peers."""
-        raise RuntimeError("llm datadist is not initialized")
+        """Link peers, all at once.
+
+        One link carries transfers in both directions. With the backend hixl each side links, and each side's link
+        counts: a link that the peer has made is counted a second time, and ends when both have unlinked.
+
+        Parameters
+        ----------
+        clusters : list or tuple of LLMClusterInfo
+            Each with an address of the peer, and one of this node.
+        timeout : int
+            Milliseconds, above 0.
+
+        Returns
+        -------
+        status : LLMStatusCode
+            ``LLM_SUCCESS``, or the last failure; ``LLM_PARAM_INVALID`` without any cluster.
+        statuses : list of LLMStatusCode
+            One for each cluster. ``LLM_ALREADY_LINK``: there is a link, and the peer answers. What has failed is also
+            logged, with the reason.
+
+        Raises
+        ------
+        LLMException, TypeError, ValueError
+            An argument cannot be used; nothing was linked.
+        """
+        engine = self._engine()
+        peers = self._peers(clusters, timeout, needs_local=not engine.config.local_comm_res)
+        return _outcome(engine.link_clusters(peers, timeout / 1000))
 
     def unlink_clusters(
-        self, clusters: list[LLMClusterInfo], timeout: int = 3000, force: bool = False
+        self, clusters: Sequence[LLMClusterInfo], timeout: int = 3000, force: bool = False
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """Unlink peers."""
-        raise RuntimeError("llm datadist is not initialized")
+        """End links, all at once, on both sides. Either side may, and a peer that is gone is no error.
+
+        Parameters
+        ----------
+        clusters : list or tuple of LLMClusterInfo
+            Only the cluster id of each matters. One that is not linked is no error.
+        timeout : int
+            Milliseconds, above 0. Transfers of this node on a link are waited for first.
+        force : bool
+            Wait neither for them nor for the peer.
+
+        Returns
+        -------
+        status : LLMStatusCode
+        statuses : list of LLMStatusCode
+            As of `link_clusters`. ``LLM_TIMEOUT``: the link is ended here, and the peer has not answered.
+
+        Raises
+        ------
+        LLMException, TypeError, ValueError
+            An argument cannot be used; nothing was unlinked.
+        """
+        engine = self._engine()
+        peers = self._peers(clusters, timeout, needs_local=False)
+        check_isinstance("force", force, bool)
+        return _outcome(engine.unlink_clusters(peers, timeout / 1000, bool(force)))
+
+    @staticmethod
+    def _peers(clusters: Sequence[LLMClusterInfo], timeout: int, *, needs_local: bool) -> list[Peer]:
+        check_int32("timeout", timeout)
+        raise_if_false(timeout > 0, "timeout={} must be above 0", timeout)
+        check_isinstance("clusters", clusters, (list, tuple), LLMClusterInfo, allow_none=False)
+        peers = []
+        for cluster in clusters:
+            raise_if_true(needs_local and not cluster.local_ip_info_list, "local_ip_info_list is empty")
+            check_uint64("remote_cluster_id", cluster.remote_cluster_id)
+            assert cluster.remote_cluster_id is not None
+            peers.append(Peer(cluster.remote_cluster_id, cluster.local_ip_info_list, cluster.remote_ip_info_list))
+        return peers
+
+    def check_link_status(self, remote_cluster_id: int) -> None:
+        """Of the first version: always an `LLMException`."""
+        self._engine()
+        raise_if_true(self._enable_cache_mgr, "check_link_status is not there with enable_cache_manager")
+
+    def switch_role(self, role: LLMRole, switch_options: dict[str, str] | None = None) -> None:
+        """Take another role; listen at another address, or no longer. The same role is no error.
+
+        Parameters
+        ----------
+        role : LLMRole
+        switch_options : dict of str to str, optional
+            ``llm.listenIpInfo`` says where to listen from now on; without it the node stops listening. With the backend
+            hixl it goes on listening where it does.
+
+        Raises
+        ------
+        LLMException
+            ``LLM_EXIST_LINK``: peers are linked. ``LLM_FAILED``: the address cannot be listened on; where it listened
+            before it still does. ``LLM_FEATURE_NOT_ENABLED``: another address with the backend hixl.
+        TypeError, ValueError
+            An argument has a wrong type, or the port is no number.
+        """
+        engine = self._engine()
+        check_isinstance("role", role, LLMRole)
+        check_isinstance("switch_options", switch_options, dict)
+        self._role_to_str(role)
+        listen = None
+        if switch_options is not None and _LISTEN in switch_options:
+            listen = _ip_and_port(switch_options[_LISTEN])
+        engine.switch_role(role, listen)
+        self._role = role
 
     # Two-sided links: rank_table.py.
 
@@ -70,5 +297,35 @@ class LLMDataDist:
         raise RuntimeError("llm datadist is not initialized")
 
 
+def _outcome(codes: list[LLMStatusCode]) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
+    if not codes:
+        return LLMStatusCode.LLM_PARAM_INVALID, []
+    failed = [code for code in codes if code is not LLMStatusCode.LLM_SUCCESS]
+    return failed[-1] if failed else LLMStatusCode.LLM_SUCCESS, codes
+
+
+def _ip_and_port(text: str) -> tuple[str, int]:
+    parts = text.split(":")
+    raise_if_false(len(parts) == 2, "listenIpInfo={!r:.80} is not 'ip:port'", text)
+    return parts[0], int(parts[1])
+
+
+def _check_flow_graph_memory(value: object) -> None:
+    if value is None:
+        return
+    check_isinstance(_FLOW_GRAPH_MEMORY, value, str)
+    assert isinstance(value, str)
+    raise_if_true("," in value, "{}={!r:.80} must be one number", _FLOW_GRAPH_MEMORY, value)
+    raise_if_false(value.isascii() and value.isdecimal(), "{}={!r:.80} is no number", _FLOW_GRAPH_MEMORY, value)
+
+
 def _shutdown_handler() -> None:
-    """Finalize the live instance."""
+    """Finalize the live node, when the interpreter exits."""
+    if (live := LLMDataDist.llm_engine_instance) is not None:
+        try:
+            live.finalize()
+        except LLMException as why:
+            log.error("at exit: %s", why)
+
+
+atexit.register(_shutdown_handler)
