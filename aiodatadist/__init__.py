@@ -180,6 +180,7 @@ __all__ = [
     "WrongLoopError",
     "__version__",
     "get_include",
+    "install_as_llm_datadist",
 ]
 
 
@@ -191,3 +192,19 @@ def get_include() -> str:
     here = os.path.dirname(os.path.abspath(__file__))
     inside = os.path.join(here, "include")
     return inside if os.path.isdir(inside) else os.path.join(os.path.dirname(here), "include")
+
+
+def install_as_llm_datadist() -> None:
+    """Have ``import llm_datadist``, and any of its submodules, give `aiodatadist.llm_datadist` in this process.
+
+    Call it before anything imports ``llm_datadist``; again is no error. Nothing on disk changes, and an installed
+    llm_datadist is not touched.
+
+    Raises
+    ------
+    UsageError
+        Another llm_datadist is imported already. Nothing was changed.
+    """
+    from .llm_datadist import aliases
+
+    aliases.install()
