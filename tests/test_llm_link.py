@@ -223,8 +223,7 @@ class Node:
 
     def __init__(self, dd: adt.DataDist, seconds: int = SECONDS) -> None:
         self.dd = dd
-        self.kept: set[int] = set()
-        self.communicators = Communicators(dd, seconds, self.kept.__contains__)
+        self.communicators = Communicators(dd, seconds)
 
     async def link(self, name: str, ranks: dict[int, int], *servers: str) -> int:
         members = check_link_arguments(name, ranks, json.dumps(table(*servers)))
@@ -318,28 +317,49 @@ async def test_who_listens_goes_on_listening(name: str) -> None:
         assert first.dd.listen_address == address
 
 
+async def link_both(both: Sequence[Node], name: str) -> list[int]:
+    ids = [await node.link(name, {1: 0, 2: 1}, "a", "a") for node in both]
+    for node, comm_id in zip(both, ids, strict=True):
+        await node.until(comm_id)
+    return ids
+
+
 @pytest.mark.loop
-async def test_a_link_stays_while_something_keeps_it(name: str) -> None:
+async def test_a_link_ends_with_the_last_communicator(name: str) -> None:
     async with nodes(1, 2) as both:
         first, second = both
-        for one in (name + "x", name + "y"):
-            ids = [await node.link(one, {1: 0, 2: 1}, "a", "a") for node in both]
-            for node, comm_id in zip(both, ids, strict=True):
-                await node.until(comm_id)
+        for one in (1, 2):
+            assert await link_both(both, f"{name}{one}") == [one, one]
         await first.communicators.unlink(1)
-        assert 2 in first.dd.links
-        first.kept.add(2)
-        await first.communicators.unlink(2)
-        assert 2 in first.dd.links
-        first.kept.clear()
         await second.communicators.unlink(1)
+        assert 2 in first.dd.links
+        await first.communicators.unlink(2)
+        assert 2 not in first.dd.links
         await second.communicators.unlink(2)
-        await until(lambda: not first.dd.links)
-        # And again, with the same name.
-        for node in both:
-            assert await node.link(name, {1: 0, 2: 1}, "a", "a") == 3
-        for node in both:
-            await node.until(3)
+        # And again, with a name that was used.
+        assert await link_both(both, f"{name}1") == [3, 3]
+
+
+@pytest.mark.loop
+async def test_a_link_that_was_there_before_stays(name: str) -> None:
+    async with nodes(1, 2, listen="127.0.0.1:0") as both:
+        first, second = both
+        await first.dd.link(adt.ClusterInfo(2, str(second.dd.listen_address)))
+        await until(lambda: second.dd.links)
+        for one in (1, 2):
+            await link_both(both, f"{name}{one}")
+        for comm_id in (1, 2):
+            for node in both:
+                await node.communicators.unlink(comm_id)
+        assert 2 in first.dd.links
+        # Not one that was made since.
+        await link_both(both, name)
+        await first.dd.unlink(adt.ClusterInfo(2))
+        await until(lambda: not second.dd.links)
+        await link_both(both, f"{name}4")
+        for comm_id in (3, 4):
+            await first.communicators.unlink(comm_id)
+        assert not first.dd.links
 
 
 @pytest.mark.loop

@@ -37,11 +37,14 @@ from .. import (
     UsageError,
 )
 from ._portal import Portal
+from .communicators import Communicators
 from .configs import LLMRole, ip_text
 from .data_type import ITEM_BYTES, NATIVE_NAMES, DataType
+from .rank_table import Member
 from .status import LLMException, LLMStatusCode, code_2_status, llm_error
 from .utils import log
 from .v2.config import EngineConfig, Pool
+from .v2.llm_types import RegisterMemStatus
 
 __all__ = ["Engine", "Key", "Peer", "Tensors"]
 
@@ -131,12 +134,12 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.linked_by_name = False  # set by a two-sided link
         self._held: dict[int, _Held] = {}
         self._moving: dict[int, set[Transfer[None]]] = {}  # by peer; touched by the loop's thread only
         self._pools: dict[bool, MemoryPool] = {}  # by whether it is the device's
         self._config: Config
         self._dd: DataDist
+        self._communicators: Communicators
         self._aside: DataDist | None = None
         self._portal = Portal()
         try:
@@ -158,6 +161,7 @@ class Engine:
             await dd.wait_closed()
             raise
         self._dd = dd
+        self._communicators = Communicators(dd, config.link_total_seconds)
 
     def finalize(self) -> None:
         """Close the node: calls that wait end, links end, and the memory of all caches is the caller's again.
@@ -176,6 +180,7 @@ class Engine:
             self._pools.clear()
 
     async def _close(self) -> None:
+        await self._communicators.close()
         if self._aside is not None:
             await self._aside.aclose(_CLOSE_SECONDS)
         await self._dd.aclose(_CLOSE_SECONDS)
@@ -539,6 +544,38 @@ class Engine:
             log.error("cluster %d cannot be unlinked: %s", cluster_id, why)
             return LLMStatusCode.LLM_UNLINK_FAILED
         return LLMStatusCode.LLM_SUCCESS
+
+    def join(self, name: str, members: Sequence[Member]) -> int:
+        """Begin to link the members of a communicator, and return its id.
+
+        Raises
+        ------
+        LLMException
+            ``LLM_FEATURE_NOT_ENABLED``: the backend is hixl. Or see `Communicators.link`.
+        """
+        self._check_not_hixl("link")
+        return self.run("link", lambda: self._communicators.link(name, members, self.config.cluster_id))
+
+    def leave(self, comm_id: int) -> None:
+        """End a communicator, and the links that nothing else keeps."""
+        self._check_not_hixl("unlink")
+        self.run("unlink", lambda: self._communicators.unlink(comm_id))
+
+    def joined(self, comm_id: int) -> RegisterMemStatus:
+        """Return how far a communicator is."""
+        self._check_not_hixl("query_register_mem_status")
+
+        async def status() -> RegisterMemStatus:
+            return self._communicators.status(comm_id)
+
+        return self.run("query_register_mem_status", status)
+
+    def _check_not_hixl(self, call: str) -> None:
+        if self.config.hixl:
+            raise LLMException(
+                f"[{call}] failed: there are no two-sided links with the backend hixl",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )
 
     @property
     def has_links(self) -> bool:

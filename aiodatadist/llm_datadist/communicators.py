@@ -13,7 +13,7 @@ import hashlib
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
@@ -78,6 +78,8 @@ class _Communicator:
     members: Sequence[Member]  # by rank
     me: Member
     seconds: int
+    # Links that something else has made before, by cluster id and epoch: they stay.
+    found: dict[int, int]
     status: RegisterMemStatus = RegisterMemStatus.PREPARING
     task: asyncio.Task[None] | None = None
     opened: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
@@ -171,14 +173,11 @@ class Communicators:
     seconds : int
         ``link_total_time``: how long the members may take to find and link each other. 0: ``HCCL_CONNECT_TIMEOUT``
         seconds, or 120.
-    keeps : callable
-        Says whether a cluster was linked in another way, too, so that its link stays.
     """
 
-    def __init__(self, dd: DataDist, seconds: int, keeps: Callable[[int], bool]) -> None:
+    def __init__(self, dd: DataDist, seconds: int) -> None:
         self._dd = dd
         self._seconds = seconds
-        self._keeps = keeps
         self._last_id = 0
         self._all: dict[int, _Communicator] = {}
         self._places: dict[str | Address, _Place] = {}
@@ -198,7 +197,8 @@ class Communicators:
             raise _error(_PARAM_INVALID, f"cluster {cluster_id}, this one, is not in cluster_rank_info")
         if len(self._all) >= _MOST:
             raise _error(_PARAM_INVALID, f"there are {_MOST} communicators; unlink some")
-        one = _Communicator(self._last_id + 1, name, members, me, self._seconds or _connect_timeout())
+        seconds = self._seconds or _connect_timeout()
+        one = _Communicator(self._last_id + 1, name, members, me, seconds, self._found(members))
         if any(other.name == name and other.ranks.keys() == one.ranks.keys() for other in self._preparing()):
             raise _error(_LINK_FAILED, f"{name!r} is being linked already; unlink it first")
         self._last_id += 1
@@ -220,6 +220,21 @@ class Communicators:
         """Say whether a communicator has that cluster as a member."""
         return any(member.cluster_id == cluster_id for one in self._all.values() for member in one.peers)
 
+    def _found(self, members: Sequence[Member]) -> dict[int, int]:
+        others = list(self._all.values())
+        return {
+            member.cluster_id: link.epoch
+            for member in members
+            if (link := self._dd.links.get(member.cluster_id)) is not None
+            and (
+                not self.holds(member.cluster_id) or any(self._was_found(other, member.cluster_id) for other in others)
+            )
+        }
+
+    def _was_found(self, one: _Communicator, cluster_id: int) -> bool:
+        link = self._dd.links.get(cluster_id)
+        return link is not None and one.found.get(cluster_id) == link.epoch
+
     async def unlink(self, comm_id: int) -> None:
         """End a communicator, and the links to members that nothing else keeps."""
         one = self._known(comm_id)
@@ -228,7 +243,7 @@ class Communicators:
         ending = [
             self._dd.unlink(ClusterInfo(member.cluster_id))
             for member in one.peers
-            if not self.holds(member.cluster_id) and not self._keeps(member.cluster_id)
+            if not self.holds(member.cluster_id) and not self._was_found(one, member.cluster_id)
         ]
         for result in await asyncio.gather(*ending, return_exceptions=True):
             if isinstance(result, DataDistError):

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from .._engine import Engine, Peer
 from ..configs import LLMClusterInfo, LLMRole
+from ..rank_table import check_link_arguments
 from ..status import LLMException, LLMStatusCode, raise_if_false, raise_if_true
 from ..utils import log
 from ..utils.utils import check_int32, check_isinstance, check_uint64
@@ -282,19 +283,91 @@ class LLMDataDist:
         engine.switch_role(role, listen)
         self._role = role
 
-    # Two-sided links: rank_table.py.
+    # Two-sided links. ---------------------------------------------------------------------------------------
 
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
-        """Join a communicator."""
-        raise RuntimeError("llm datadist is not initialized")
+        """Join a communicator, whose members all call this with the same arguments, and link all of them.
+
+        Nobody has to listen. The members meet at the one with the lowest rank: on one host by `comm_name`, from other
+        hosts at its ``host_ip``, or its ``server_id`` where that is an address, on port ``HCCL_IF_BASE_PORT`` (60000)
+        plus its device id.
+
+        Parameters
+        ----------
+        comm_name : str
+            1 to 127 characters.
+        cluster_rank_info : dict of int to int
+            The 2 to 4 members, this node among them: cluster id to rank, by ascending rank.
+        rank_table : str
+            HCCL's JSON, of version 1.0 or 1.2, with exactly these ranks.
+
+        Returns
+        -------
+        int
+            Id of the communicator, from 1. It is not linked yet: `query_register_mem_status` says when it is, at the
+            latest after ``link_total_time`` seconds (0: ``HCCL_CONNECT_TIMEOUT``, 120).
+
+        Raises
+        ------
+        LLMException
+            ``LLM_PARAM_INVALID``: an argument cannot be used. ``LLM_LINK_FAILED``: the others cannot come to this node.
+            ``LLM_FEATURE_NOT_ENABLED``: the backend is hixl.
+        TypeError, ValueError
+            An argument has a wrong type, or a number does not fit.
+        """
+        engine = self._engine()
+        members = check_link_arguments(comm_name, cluster_rank_info, rank_table)
+        comm_id = engine.join(comm_name, members)
+        self.cache_manager.set_is_call_linked()
+        return comm_id
 
     def unlink(self, comm_id: int) -> None:
-        """Leave a communicator."""
-        raise RuntimeError("llm datadist is not initialized")
+        """Leave a communicator: links to its members end that no other one has, and that were not there before.
+
+        Parameters
+        ----------
+        comm_id : int
+            As `link` has returned it.
+
+        Raises
+        ------
+        LLMException
+            ``LLM_NOT_YET_LINK``: there is none of that id. ``LLM_UNLINK_FAILED``: a member has not answered; the
+            link is ended here.
+        TypeError, ValueError
+            It is no integer, or out of range.
+        """
+        engine = self._engine()
+        engine.leave(_comm_id(comm_id))
 
     def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
-        """Say how far a communicator is."""
-        raise RuntimeError("llm datadist is not initialized")
+        """Return how far a communicator is.
+
+        Parameters
+        ----------
+        comm_id : int
+            As `link` has returned it.
+
+        Returns
+        -------
+        RegisterMemStatus
+            ``OK`` once all members are linked. ``FAILED``: `unlink` it and link again; the log says what was missing.
+
+        Raises
+        ------
+        LLMException
+            ``LLM_NOT_YET_LINK``: there is none of that id.
+        TypeError, ValueError
+            It is no integer, or out of range.
+        """
+        engine = self._engine()
+        return engine.joined(_comm_id(comm_id))
+
+
+def _comm_id(comm_id: int) -> int:
+    check_isinstance("comm_id", comm_id, int, allow_none=False)
+    check_uint64("comm_id", comm_id)
+    return int(comm_id)
 
 
 def _outcome(codes: list[LLMStatusCode]) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
