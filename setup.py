@@ -259,6 +259,7 @@ def extension(name: str, sources: list[str]) -> Extension:
 setup(
     packages=[*find_packages(include=["aiodatadist", "aiodatadist.*"]), "aiodatadist.include"],
     package_dir={"aiodatadist.include": "include"},
+    py_modules=["pytest_aiodatadist"],
     ext_modules=[
         extension("_core", sorted(set(glob.glob(f"{NATIVE}/*.cpp")) - BUILT_APART)),
         extension("_limits", [f"{NATIVE}/copy.cpp", LIMITS]),

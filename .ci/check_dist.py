@@ -18,6 +18,8 @@ from elftools.elf.elffile import ELFFile
 # All that a machine with a C++ runtime has; anything else must be opened at run time.
 ALLOWED = re.compile(r"(lib(c|m|stdc\+\+|gcc_s|dl|rt|pthread)|ld-linux(-[a-z0-9_-]+)?)\.so(\.\d+)*")
 EXTENSIONS = ("_core", "_limits")
+# pytest's plug-in is a module of its own, which imports the package only when it is used.
+PLUGIN = "pytest_aiodatadist"
 SOURCES = {".py", ".pyi", ".pyx", ".pxd", ".pxi", ".cpp", ".hpp", ".h", ".npz"}
 
 
@@ -43,9 +45,8 @@ def check_sdist(checkout: Path, sdist: Path) -> list[str]:
         for path in (checkout / folder).rglob("*")
         if path.suffix in SOURCES
     }
-    wanted |= {
-        PurePosixPath(name) for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md", "aiodatadist/py.typed")
-    }
+    others = ("setup.py", "pyproject.toml", "LICENSE", "README.md", "aiodatadist/py.typed", f"{PLUGIN}.py")
+    wanted |= {PurePosixPath(name) for name in others}
     # The checkout may have been built in, by its editable install.
     wanted -= {path for path in wanted if "build" in path.parts}
     faults = [f"the sdist lacks {path}" for path in sorted(wanted - held)]
@@ -65,6 +66,7 @@ def check_wheel(checkout: Path, wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         objects = {name: archive.read(name) for name in names if ".so" in PurePosixPath(name).suffixes}
+        entry_points = "".join(archive.read(name).decode() for name in names if name.endswith("/entry_points.txt"))
     faults += [
         f"the wheel has no extension module {extension}"
         for extension in EXTENSIONS
@@ -74,7 +76,7 @@ def check_wheel(checkout: Path, wheel: Path) -> list[str]:
         libraries = needed(data)
         print(f"{name}: {len(data) >> 10} KiB, needs {', '.join(libraries)}")
         faults += [f"{name} needs {library}" for library in libraries if not ALLOWED.fullmatch(library)]
-    wanted = {"aiodatadist/py.typed", *(f"aiodatadist/{extension}.pyi" for extension in EXTENSIONS)}
+    wanted = {"aiodatadist/py.typed", f"{PLUGIN}.py", *(f"aiodatadist/{extension}.pyi" for extension in EXTENSIONS)}
     for path in (checkout / "include").rglob("*.h"):
         wanted.add(f"aiodatadist/{path.relative_to(checkout)}")
     for path in (checkout / "aiodatadist").rglob("*.py"):
@@ -84,8 +86,10 @@ def check_wheel(checkout: Path, wheel: Path) -> list[str]:
         f"the wheel carries {name}"
         for name in sorted(names)
         if name.endswith((".cpp", ".hpp", ".pyx", ".pxd", ".o"))
-        or not name.startswith(("aiodatadist/", "aiodatadist-"))
+        or not name.startswith(("aiodatadist/", "aiodatadist-", f"{PLUGIN}.py"))
     ]
+    if not re.search(rf"^\[pytest11\]\n{PLUGIN} = {PLUGIN}$", entry_points, re.M):
+        faults.append("the wheel has no entry point for pytest")
     return faults
 
 
