@@ -65,7 +65,7 @@ from .errors import (
     WrongLoopError,
 )
 from .keys import NO_ID, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
-from .layers import LayerGate, LayerSignal
+from .layers import LayerGate, LayerSignal, LayerSynchronizer
 from .layerwise import LayerTransferResult, TransferConfig, TransferTask, TransferWithCacheKeyConfig
 from .observe import PendingOperation
 from .pool import MemoryPool
@@ -135,6 +135,7 @@ __all__ = [
     "LayerFailed",
     "LayerGate",
     "LayerSignal",
+    "LayerSynchronizer",
     "LayerTransferResult",
     "Lease",
     "LeaseEnd",

@@ -798,6 +798,15 @@ class Runtime:
         """Start the one task of a DataDist that is not in a task group: the one that holds the group."""
         return self.loop.create_task(coroutine, name=name)
 
+    def free_task(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Start a task that runs code of the user's: in no group, which would wait for it, or end by its failure."""
+        return self.loop.create_task(coroutine, name=name)
+
+    def being_cancelled(self) -> bool:
+        """Whether somebody has asked the current task to end, and not only what it awaits."""
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+
     async def until_done(self, task: asyncio.Task[Any]) -> None:
         """Wait until a task has ended, however it ended."""
         await asyncio.wait((task,))

@@ -347,6 +347,13 @@ class TransferTask(Transfer[list[LayerTransferResult]]):
         self._times.append(elapsed_ns)
         self._wake()
 
+    def _wants(self, layer: int, failed: Sequence[int]) -> bool:
+        """Say whether any target still waits for a layer, given those that failed. From any thread."""
+        return not self.cancelling() and any(
+            layer in target._layers and not target.done() and not any(other in target._layers for other in failed)
+            for target in self._targets
+        )
+
     def _wake(self) -> None:
         readers, self._readers = self._readers, []
         for reader in readers:
@@ -419,7 +426,7 @@ def start(
             f"notify has {len(payload)} bytes, more than {most}", hint="send a reference, or raise notify_max_bytes"
         )
     needed = sorted({layer for layers_of in ranges for layer in layers_of})
-    source = open_source(layers, needed, num_layers, manager._runtime)
+    source = open_source(layers, needed, num_layers, manager._runtime, seconds)
 
     task = TransferTask(manager._loop)
     task._source = source
@@ -432,6 +439,7 @@ def start(
         source.close()
         task._finish([])
         return task
+    source.start(task)
     starter = Starter(manager, task, cache, source_list, destination_list, count, seconds, payload)
     if cache._native is not None:
         starter.start()
@@ -647,6 +655,7 @@ class Starter:
                 target.begin(link, works, source, left)
             except DataDistError as why:
                 target._fail(why)
+        source.begun()
 
     def _link(self, manager: CacheManager, cluster_id: int) -> Link:
         link = manager._dd._links.get(cluster_id)

@@ -204,6 +204,7 @@ EXPECTED: dict[NativeStatus, type[DataDistError]] = {
     NativeStatus.BUSY: errors.BusyError,
     NativeStatus.AGAIN: errors.BusyError,
     NativeStatus.INTERNAL: errors.InternalError,
+    NativeStatus.LAYER: errors.LayerFailed,
     NativeStatus.NOT_MAPPED: errors.RegistrationError,
 }
 
