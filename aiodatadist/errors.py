@@ -391,10 +391,11 @@ class LayerFailed(TransferError):
     """
 
     default_status = Status.PARAM_INVALID
+    layer: int | None
 
     def __init__(
         self,
-        message: str,
+        message: str = "",
         *,
         layer: int | None = None,
         status: Status | None = None,

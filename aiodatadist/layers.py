@@ -516,25 +516,28 @@ class _Watch:
         pause = _SHORTEST
         while True:
             with self._changed:
-                for feed, asked in self._pending.copy().items():
-                    if not asked or feed.closed:
-                        self._pending.pop(feed, None)
+                over = [feed for feed, asked in self._pending.copy().items() if not asked or feed.closed]
+                while over:
+                    self._pending.pop(over.pop(), None)
                 if not self._pending:
                     self._thread = None
                     return
-                feeds = self._pending.copy()
             began = time.thread_time()
-            news = False
-            for feed, asked in feeds.items():
-                left = [one for one in asked if not _ask(feed, *one)]
-                news = news or len(left) < len(asked)
-                asked[:] = left
+            news = self._ask_all()
             busy = time.thread_time() - began
-            del feeds, feed, asked, left
             pause = _SHORTEST if news else min(2 * pause, _LONGEST)
             with self._changed:
                 if self._pending and self._changed.wait(max(pause, _IDLE_SHARE * busy)):
                     pause = _SHORTEST
+
+    def _ask_all(self) -> bool:
+        """Ask every event once. True if any had an answer."""
+        news = False
+        for feed, asked in self._pending.copy().items():
+            left = [one for one in asked if not _ask(feed, *one)]
+            news = news or len(left) < len(asked)
+            asked[:] = left
+        return news
 
 
 def _ask(feed: _Feed, layer: int, question: Callable[[], object]) -> bool:
