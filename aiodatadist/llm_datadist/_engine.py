@@ -34,6 +34,7 @@ from .. import (
     RegistrationError,
     Role,
     Transfer,
+    TransferTask,
     UsageError,
 )
 from ._portal import Portal
@@ -136,6 +137,7 @@ class Engine:
         self.config = config
         self._held: dict[int, _Held] = {}
         self._moving: dict[int, set[Transfer[None]]] = {}  # by peer; touched by the loop's thread only
+        self._layerwise: set[asyncio.Task[None]] = set()  # likewise
         self._pools: dict[bool, MemoryPool] = {}  # by whether it is the device's
         self._config: Config
         self._dd: DataDist
@@ -181,6 +183,8 @@ class Engine:
 
     async def _close(self) -> None:
         await self._communicators.close()
+        for task in self._layerwise:
+            task.cancel()  # the layers may never come
         if self._aside is not None:
             await self._aside.aclose(_CLOSE_SECONDS)
         await self._dd.aclose(_CLOSE_SECONDS)
@@ -409,7 +413,7 @@ class Engine:
         return transfer
 
     @staticmethod
-    async def _until_announced(begin: Callable[[], Transfer[None]]) -> None:
+    async def _until_announced(begin: Callable[[], Awaitable[None]]) -> None:
         until = time.monotonic() + _ANNOUNCEMENT_SECONDS
         while True:
             try:
@@ -418,6 +422,58 @@ class Engine:
                 if time.monotonic() > until:
                     raise
             await asyncio.sleep(0.002)
+
+    def start_layerwise(
+        self,
+        cache_id: int,
+        begins: Sequence[Callable[[CacheManager, Cache], TransferTask]],
+        ended: Callable[[int, BaseException | None], None],
+    ) -> list[asyncio.Task[None]]:
+        """Start layer-wise transfers of a cache to one target each, and return at once.
+
+        Parameters
+        ----------
+        cache_id : int
+        begins : sequence of callable
+            Each starts one.
+        ended : callable
+            Called in the loop's thread with the index of each and its error, a CancelledError where it was cancelled.
+
+        Raises
+        ------
+        LLMException
+            The cache cannot be used. What is wrong with one transfer is told to `ended`.
+        """
+        cache = self._usable("transfer_cache_async", cache_id, remotely=True)
+        tasks: list[asyncio.Task[None]] = []
+
+        async def send(begin: Callable[[CacheManager, Cache], TransferTask]) -> None:
+            (result,) = await begin(self._dd.cache_manager, cache)
+            if result.error is not None:
+                raise result.error
+
+        def told(index: int, task: asyncio.Task[None]) -> None:
+            self._layerwise.discard(task)
+            ended(index, asyncio.CancelledError() if task.cancelled() else task.exception())
+
+        async def start() -> None:
+            for index, begin in enumerate(begins):
+                task = asyncio.create_task(self._until_announced(partial(send, begin)))
+                tasks.append(task)
+                self._layerwise.add(task)
+                task.add_done_callback(partial(told, index))
+
+        self.run("transfer_cache_async", start)
+        return tasks
+
+    def cancel(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Cancel what `start_layerwise` has started; its end is told as any other."""
+
+        def cancel() -> None:
+            for task in tasks:
+                task.cancel()
+
+        self._portal.soon(cancel)
 
     def local(self, call: str, cache_ids: Iterable[int], start: Callable[..., Transfer[None]]) -> None:
         """Copy within this node: `start` is given the cache manager and the caches."""

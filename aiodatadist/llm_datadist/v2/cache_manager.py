@@ -6,10 +6,14 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ... import ArgumentError, DataDistError, LayerGate, Link, TransferTask
 from ... import BlocksCacheKey as NativeBlocksCacheKey
+from ... import Cache as NativeCache
 from ... import CacheKey as NativeCacheKey
 from ... import CacheKeyByIdAndIndex as NativeCacheKeyByIdAndIndex
-from ... import DataDistError
+from ... import CacheManager as NativeCacheManager
+from ... import TransferConfig as NativeTransferConfig
+from ... import TransferWithCacheKeyConfig as NativeTransferWithCacheKeyConfig
 from .._engine import Engine, Key, Tensors
 from ..status import LLMStatusCode, raise_if_false, raise_if_true
 from ..utils.utils import (
@@ -17,6 +21,7 @@ from ..utils.utils import (
     check_inner,
     check_int64,
     check_isinstance,
+    check_list_uint64,
     check_uint32,
     check_uint64,
 )
@@ -27,11 +32,14 @@ from .llm_types import (
     CacheDesc,
     CacheKey,
     CacheKeyByIdAndIndex,
+    LayerSynchronizer,
     MemInfo,
     Memtype,
     Placement,
+    TransferConfig,
+    TransferWithCacheKeyConfig,
 )
-from .llm_utils import check_layer_range
+from .llm_utils import Begin, CacheTask, check_layer_range
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -606,6 +614,109 @@ class CacheManager:
     def _check_pushing(self) -> None:
         raise_if_false(self._remote_accessible, "pushing needs enable_remote_cache_accessible")
 
+    def transfer_cache_async(
+        self,
+        src_cache: Cache,
+        layer_synchronizer: LayerSynchronizer,
+        transfer_configs: Sequence[TransferConfig] | Sequence[TransferWithCacheKeyConfig],
+        src_block_indices: Sequence[int] | None = None,
+        dst_block_indices: Sequence[int] | None = None,
+        dst_block_memory_size: int | None = None,
+    ) -> CacheTask:
+        """Send each layer of a cache to one or more peers as soon as it has been computed; returns at once.
+
+        Parameters
+        ----------
+        src_cache : Cache
+            Of ``Placement.DEVICE``, with two tensors for each layer.
+        layer_synchronizer : LayerSynchronizer
+            Asked for each layer that a config needs, in rising order, in a thread of the task.
+        transfer_configs : list or tuple
+            Of TransferWithCacheKeyConfig where remote_cache_accessible is on, otherwise of TransferConfig. Never
+            changed. Layers of both ranges of one are paired from their starts.
+        src_block_indices, dst_block_indices : list or tuple of int, optional
+            Blocks, the same for all configs. Only the second: a batch slot goes to blocks. Neither: to a batch slot.
+        dst_block_memory_size : int, optional
+            Bytes of a block of the peers, which must be right; required where only `dst_block_indices` is given.
+
+        Returns
+        -------
+        CacheTask
+            Says how it ended. The memory is read until then.
+
+        Raises
+        ------
+        TypeError, ValueError, LLMException
+            What is wrong with the arguments. What is wrong with one config alone is in its result.
+        """
+        check_isinstance("src_cache", src_cache, Cache, allow_none=False)
+        raise_if_true(src_cache.cache_desc.placement == Placement.HOST, "src_cache must be of Placement.DEVICE")
+        for name, blocks in (("dst_block_indices", dst_block_indices), ("src_block_indices", src_block_indices)):
+            if blocks is not None:
+                check_list_uint64(name, blocks)
+        if dst_block_memory_size is not None:
+            check_uint64("dst_block_memory_size", dst_block_memory_size)
+        sources = tuple(src_block_indices) if src_block_indices else None
+        targets = tuple(dst_block_indices) if dst_block_indices else None
+        if sources is not None:
+            raise_if_true(targets is None, "src_block_indices needs dst_block_indices")
+            raise_if_false(
+                targets is not None and len(sources) == len(targets),
+                "{} src_block_indices and {} dst_block_indices", len(sources), len(targets or ()),
+            )  # fmt: skip
+        raise_if_true(
+            sources is None and targets is not None and dst_block_memory_size is None,
+            "dst_block_indices alone needs dst_block_memory_size",
+        )
+        check_isinstance("layer_synchronizer", layer_synchronizer, LayerSynchronizer, allow_none=False)
+        kind = TransferWithCacheKeyConfig if self._remote_accessible else TransferConfig
+        check_isinstance("transfer_configs", transfer_configs, (list, tuple), kind, allow_none=False)
+        raise_if_true(targets is None and dst_block_memory_size, "dst_block_memory_size needs dst_block_indices")
+        num_tensors = src_cache.cache_desc.num_tensors
+        raise_if_false(num_tensors % 2 == 0, "{} tensors are no whole layers of 2", num_tensors)
+        ranges = [_layers_of(config, num_tensors // 2, sources is not None) for config in transfer_configs]
+        task = CacheTask(
+            self._engine,
+            src_cache.cache_id,
+            num_tensors // 2,
+            ranges,
+            [self._begin_layers(config, sources, targets, dst_block_memory_size or 0) for config in transfer_configs],
+        )
+        task._start(layer_synchronizer)
+        return task
+
+    def _begin_layers(
+        self,
+        config: TransferConfig | TransferWithCacheKeyConfig,
+        sources: Sequence[int] | None,
+        targets: Sequence[int] | None,
+        block_bytes: int,
+    ) -> Begin:
+        """Return what starts the transfer to one target; what is given is copied here."""
+        target: NativeTransferConfig | NativeTransferWithCacheKeyConfig
+        if isinstance(config, TransferConfig):
+            cluster_id = config.dst_cluster_id
+            target = NativeTransferConfig(
+                cluster_id, tuple(config.dst_addrs), config.src_layer_range, config.src_batch_index
+            )
+        else:
+            cluster_id = config.cache_key.cluster_id
+            key = config.cache_key
+            target = NativeTransferWithCacheKeyConfig(
+                _blocks_key(cluster_id, key.model_id) if isinstance(key, BlocksCacheKey) else self._native_slot(key),
+                config.src_layer_range,
+                config.dst_layer_range,
+                config.src_batch_index,
+            )
+
+        def begin(caches: NativeCacheManager, cache: NativeCache, gate: LayerGate) -> TransferTask:
+            if block_bytes:
+                here = cache.geometry.block_bytes if sources is not None else None
+                _check_block_bytes(block_bytes, here, self._engine.node.links.get(cluster_id), target)
+            return caches.transfer_cache_async(cache, gate, [target], sources, targets, timeout=None)
+
+        return begin
+
     # The rest. ----------------------------------------------------------------------------------------------
 
     def remap_registered_memory(self, mem_infos: MemInfo | list[MemInfo]) -> None:
@@ -671,6 +782,47 @@ def _tensors(desc: CacheDesc) -> Tensors:
 def _check_not_negative(name: str, blocks: Sequence[int]) -> None:
     if len(blocks) > 0 and min(blocks) < 0:
         raise TypeError(f"{name} has the negative index {min(blocks)}")
+
+
+def _layers_of(config: TransferConfig | TransferWithCacheKeyConfig, num_layers: int, by_blocks: bool) -> range:
+    """Check a config against the source, and return its layers of it."""
+    layers = range(num_layers) if config.src_layer_range is None else config.src_layer_range
+    raise_if_true(by_blocks and config.src_batch_index != 0, "src_batch_index must be 0 with src_block_indices")
+    raise_if_false(layers.stop <= num_layers, "src_layer_range={} exceeds {} layers", layers, num_layers)
+    if isinstance(config, TransferConfig):
+        raise_if_false(
+            len(config.dst_addrs) == 2 * len(layers), "{} dst_addrs for {} layers", len(config.dst_addrs), len(layers)
+        )
+    else:
+        there = config.dst_layer_range
+        raise_if_false(
+            there is None or len(there) == len(layers),
+            "src_layer_range={} and dst_layer_range={} differ in length", layers, there,
+        )  # fmt: skip
+    return layers
+
+
+def _check_block_bytes(
+    given: int,
+    here: int | None,
+    link: Link | None,
+    target: NativeTransferConfig | NativeTransferWithCacheKeyConfig,
+) -> None:
+    """Refuse a size of the peer's blocks that is not theirs: the bytes would go elsewhere than was meant."""
+    there = here
+    for entry in link.table.values() if link is not None else ():
+        geometry = entry.geometry
+        if isinstance(target, NativeTransferConfig):
+            extent = geometry.stride * geometry.num_blocks
+            found = any(0 <= target.dst_addrs[0] - start < extent for start in entry.addresses)
+        else:
+            key = target.cache_key
+            found = key in (entry.key, (key.cluster_id, entry.cache_id, 0))
+        if found:
+            there = geometry.block_bytes
+            break
+    if there not in (None, given) or here not in (None, given):
+        raise ArgumentError(f"dst_block_memory_size={given}, and blocks have {there} bytes there and {here} here")
 
 
 def _pulled_layers(call: str, kwargs: dict[str, Any]) -> dict[str, Any]:
