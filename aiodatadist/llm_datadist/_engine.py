@@ -37,6 +37,7 @@ from .. import (
     TransferTask,
     UsageError,
 )
+from ._counted import CountedLinks
 from ._portal import Portal
 from .communicators import Communicators
 from .configs import LLMRole, ip_text
@@ -143,6 +144,7 @@ class Engine:
         self._dd: DataDist
         self._communicators: Communicators
         self._aside: DataDist | None = None
+        self._counted: CountedLinks | None = None  # with the backend hixl
         self._portal = Portal()
         try:
             self.run("init", self._open)
@@ -164,6 +166,8 @@ class Engine:
             raise
         self._dd = dd
         self._communicators = Communicators(dd, config.link_total_seconds)
+        if config.hixl:
+            self._counted = CountedLinks(dd)
 
     def finalize(self) -> None:
         """Close the node: calls that wait end, links end, and the memory of all caches is the caller's again.
@@ -185,6 +189,8 @@ class Engine:
         await self._communicators.close()
         for task in self._layerwise:
             task.cancel()  # the layers may never come
+        if self._counted is not None:
+            await self._counted.close()
         if self._aside is not None:
             await self._aside.aclose(_CLOSE_SECONDS)
         await self._dd.aclose(_CLOSE_SECONDS)
@@ -564,10 +570,17 @@ class Engine:
                 raise ArgumentError(f"cluster {peer.cluster_id} has {len(where)} remote addresses, and one is needed")
             if not self.config.local_comm_res and len(peer.local) != 1:
                 raise ArgumentError(f"{len(peer.local)} local addresses are given, and one is needed")
-            if await self._is_linked(peer.cluster_id):
+            counted = self._counted
+            if counted is not None and peer.cluster_id == self.config.cluster_id:
+                raise ArgumentError(f"cluster {peer.cluster_id} is this node itself")
+            if (counted is None or counted.is_mine(peer.cluster_id)) and await self._is_linked(peer.cluster_id):
                 log.warn("cluster %d is linked already", peer.cluster_id)
                 return LLMStatusCode.LLM_ALREADY_LINK
-            await self._dd.link(ClusterInfo(peer.cluster_id, where), timeout=seconds)
+            info = ClusterInfo(peer.cluster_id, where)
+            if counted is not None:
+                await counted.link(info, seconds)
+            else:
+                await self._dd.link(info, timeout=seconds)
         except DataDistError as why:
             log.error("cluster %d cannot be linked: %s", peer.cluster_id, why)
             if isinstance(why, UsageError | LinkTimeout):
@@ -591,8 +604,11 @@ class Engine:
         if not force and (moving := self._moving.get(cluster_id)):
             await asyncio.wait(moving, timeout=seconds)
         try:
-            left = max(until - time.monotonic(), 0.001)
-            await self._dd.unlink(ClusterInfo(cluster_id), timeout=left, force=force)
+            left, info = max(until - time.monotonic(), 0.001), ClusterInfo(cluster_id)
+            if self._counted is not None:
+                await self._counted.unlink(info, left, force)
+            else:
+                await self._dd.unlink(info, timeout=left, force=force)
         except LinkTimeout as why:
             log.error("cluster %d is unlinked here, and has not answered: %s", cluster_id, why)
             return LLMStatusCode.LLM_TIMEOUT
