@@ -17,13 +17,14 @@ import json
 import math
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from llm_datadist import LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole, LLMStatusCode
+from llm_datadist import LayerSynchronizer, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole, LLMStatusCode
 
 try:
     import torch
@@ -68,7 +69,8 @@ def tensors_at(options: argparse.Namespace, addresses: Sequence[int], shape: Seq
         made: list[Any] = torchair.llm_datadist.create_npu_tensors(list(shape), torch.float16, list(addresses))
         return made
     kind = ctypes.c_uint16 * math.prod(shape)
-    return [np.frombuffer(kind.from_address(address), np.float16).reshape(shape) for address in addresses]
+    bits = [np.ctypeslib.as_array(kind.from_address(address)) for address in addresses]
+    return [array.view(np.float16).reshape(shape) for array in bits]
 
 
 def addresses_of(tensors: Sequence[Any]) -> list[int]:
@@ -97,6 +99,26 @@ def check(tensors: Sequence[Any], entries: Sequence[int], sources: Sequence[int]
 def check_entry(entry: Any, expected: float) -> None:
     if not bool((entry == expected).all()):
         sys.exit(f"expected {expected} everywhere, got {entry}")
+
+
+class Layers(LayerSynchronizer):  # type: ignore[misc]  # to mypy llm_datadist is a package that is not here
+    """Says when the model has computed a layer: the host knows that by a flag, and a device by its event."""
+
+    def __init__(self, options: argparse.Namespace, number: int) -> None:
+        self.launched = [threading.Event() for _ in range(number)]
+        self.computed = [torch.npu.Event() for _ in range(number)] if options.memory == "torch" else []
+
+    def record(self, layer: int) -> None:
+        if self.computed:
+            self.computed[layer].record()
+        self.launched[layer].set()
+
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+        if not self.launched[layer_index].wait(PATIENCE):
+            return False
+        if self.computed:
+            self.computed[layer_index].synchronize()
+        return True
 
 
 # Nodes and links. ---------------------------------------------------------------------------------------------
@@ -156,13 +178,12 @@ class Partner:
         else:
             self.socket = _connect((ip, port + 1))
         self.socket.settimeout(PATIENCE)
-        self.stream = self.socket.makefile("rw")
+        self.lines = self.socket.makefile()
 
     def exchange(self, mine: Any) -> Any:
         """Give the partner a value, and return the one that it gives at this point."""
-        self.stream.write(json.dumps(mine) + "\n")
-        self.stream.flush()
-        line = self.stream.readline()
+        self.socket.sendall(json.dumps(mine).encode() + b"\n")
+        line = self.lines.readline()
         if not line:
             sys.exit("the other process is gone")
         return json.loads(line)
@@ -179,7 +200,7 @@ class Partner:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stream.close()
+        self.lines.close()
         self.socket.close()
 
 
