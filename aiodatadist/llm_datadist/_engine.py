@@ -42,7 +42,7 @@ from ._portal import Portal
 from .communicators import Communicators
 from .configs import LLMRole, ip_text
 from .data_type import ITEM_BYTES, NATIVE_NAMES, DataType
-from .rank_table import Member
+from .rank_table import Member, check_local_comm_res
 from .status import LLMException, LLMStatusCode, code_2_status, llm_error
 from .utils import log
 from .v2.config import EngineConfig, Pool
@@ -308,6 +308,11 @@ class Engine:
         """Whether there is any pool."""
         return bool(self._pools)
 
+    def check_capacity(self, nbytes: int) -> None:
+        """Raise unless a pool has a gap of so many bytes."""
+        if not any(pool.largest_gap >= nbytes for pool in self._pools.values()):
+            raise LLMException(f"no pool has {nbytes} bytes", status_code=LLMStatusCode.LLM_OUT_OF_MEMORY)
+
     def allocate(
         self,
         tensors: Tensors,
@@ -570,6 +575,7 @@ class Engine:
                 raise ArgumentError(f"cluster {peer.cluster_id} has {len(where)} remote addresses, and one is needed")
             if not self.config.local_comm_res and len(peer.local) != 1:
                 raise ArgumentError(f"{len(peer.local)} local addresses are given, and one is needed")
+            check_local_comm_res(self.config.local_comm_res, hixl=self.config.hixl)
             counted = self._counted
             if counted is not None and peer.cluster_id == self.config.cluster_id:
                 raise ArgumentError(f"cluster {peer.cluster_id} is this node itself")
@@ -581,6 +587,9 @@ class Engine:
                 await counted.link(info, seconds)
             else:
                 await self._dd.link(info, timeout=seconds)
+        except LLMException as why:
+            log.error("cluster %d cannot be linked: %s", peer.cluster_id, why)
+            return why.status_code
         except DataDistError as why:
             log.error("cluster %d cannot be linked: %s", peer.cluster_id, why)
             if isinstance(why, UsageError | LinkTimeout):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final
 
 from .._engine import Engine, Peer
 from ..configs import LLMClusterInfo, LLMRole
@@ -23,7 +23,7 @@ _REMOTE_ACCESSIBLE = "llm.EnableRemoteCacheAccessible"
 _LISTEN = "llm.listenIpInfo"
 _FLOW_GRAPH_MEMORY = "ge.flowGraphMemMaxSize"
 
-_ROLES = {LLMRole.PROMPT: "Prompt", LLMRole.DECODER: "Decoder", LLMRole.MIX: "Mix"}
+ROLE_NAMES: Final = {LLMRole.PROMPT: "Prompt", LLMRole.DECODER: "Decoder", LLMRole.MIX: "Mix"}
 
 
 class LLMDataDist:
@@ -108,9 +108,8 @@ class LLMDataDist:
                 "package llm_datadist_v1; it is not here",
                 name="llm_datadist_v1",
             )
-        if _LISTEN in options:
-            ip, port = _ip_and_port(options[_LISTEN])
-            options["llm.ListenIp"], options["llm.ListenPort"] = ip, str(port)
+        if (address := listen_address(options)) is not None:
+            options["llm.ListenIp"], options["llm.ListenPort"] = address[0], str(address[1])
         engine = Engine(EngineConfig.from_options(self._cluster_id, self._role, options))
         self._engine_options = options
         self._enable_cache_mgr = True
@@ -168,7 +167,7 @@ class LLMDataDist:
 
     @staticmethod
     def _role_to_str(role: LLMRole) -> str:
-        return _ROLES[role]
+        return ROLE_NAMES[role]
 
     def _cluster_config(self) -> ClusterConfig:
         return ClusterConfig.from_options(self._cluster_id, self._role, self._engine_options)
@@ -277,10 +276,7 @@ class LLMDataDist:
         check_isinstance("role", role, LLMRole)
         check_isinstance("switch_options", switch_options, dict)
         self._role_to_str(role)
-        listen = None
-        if switch_options is not None and _LISTEN in switch_options:
-            listen = _ip_and_port(switch_options[_LISTEN])
-        engine.switch_role(role, listen)
+        engine.switch_role(role, listen_address(switch_options or {}))
         self._role = role
 
     # Two-sided links. ---------------------------------------------------------------------------------------
@@ -377,9 +373,12 @@ def _outcome(codes: list[LLMStatusCode]) -> tuple[LLMStatusCode, list[LLMStatusC
     return failed[-1] if failed else LLMStatusCode.LLM_SUCCESS, codes
 
 
-def _ip_and_port(text: str) -> tuple[str, int]:
-    parts = text.split(":")
-    raise_if_false(len(parts) == 2, "listenIpInfo={!r:.80} is not 'ip:port'", text)
+def listen_address(options: Mapping[str, str]) -> tuple[str, int] | None:
+    """Return where options say to listen; None where they do not."""
+    if _LISTEN not in options:
+        return None
+    parts = options[_LISTEN].split(":")
+    raise_if_false(len(parts) == 2, "listenIpInfo={!r:.80} is not 'ip:port'", options[_LISTEN])
     return parts[0], int(parts[1])
 
 
