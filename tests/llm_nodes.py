@@ -1,0 +1,133 @@
+"""Nodes of the drop-in for its tests: several in one process, which the interface itself forbids."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from aiodatadist.llm_datadist import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    DataType,
+    LLMClusterInfo,
+    LLMConfig,
+    LLMDataDist,
+    LLMException,
+    LLMRole,
+    LLMStatusCode,
+)
+
+from .waiting import reserved_address, until_now
+
+SUCCESS = LLMStatusCode.LLM_SUCCESS
+INVALID = LLMStatusCode.LLM_PARAM_INVALID
+PROMPT, DECODER = 1, 2
+# Pages of a pool, of which each cache takes at least one.
+POOL = '{"memory_size": 1048576, "page_shift": 12}'
+
+
+def options(address: str = "", *, remote: bool = True, **changes: Any) -> dict[str, str]:
+    """Return options as a script makes them; `changes` are properties of LLMConfig."""
+    config = LLMConfig()
+    config.device_id = 0
+    config.enable_cache_manager = True
+    config.enable_remote_cache_accessible = remote
+    config.listen_ip_info = address
+    config.sync_kv_timeout = 60_000
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config.generate_options()
+
+
+@contextlib.contextmanager
+def node(cluster_id: int, address: str = "", role: LLMRole = LLMRole.MIX, **changes: Any) -> Iterator[LLMDataDist]:
+    """Have an open node around the body, whether or not there are others."""
+    made = LLMDataDist(role, cluster_id)
+    others, LLMDataDist.llm_engine_instance = LLMDataDist.llm_engine_instance, None
+    try:
+        made.init(options(address, **changes))
+    finally:
+        LLMDataDist.llm_engine_instance = others
+    try:
+        yield made
+    finally:
+        made.finalize()
+
+
+def cluster(cluster_id: int, address: str | None = None) -> list[LLMClusterInfo]:
+    """Return what a script links or unlinks by."""
+    info = LLMClusterInfo()
+    info.remote_cluster_id = cluster_id
+    info.append_local_ip_info("127.0.0.1", 0)
+    if address is not None:
+        ip, port = address.split(":")
+        info.append_remote_ip_info(ip, int(port))
+    return [info]
+
+
+def linked_ids(one: LLMDataDist) -> set[int]:
+    """Return the peers that a node is linked to."""
+    assert one._llm_datadist is not None
+    return set(one._llm_datadist.node.links)
+
+
+def until_linked(one: LLMDataDist, *peers: int) -> None:
+    """Wait until a node has heard of exactly these links."""
+    until_now(lambda: linked_ids(one) == set(peers), f"{peers} are not linked")
+
+
+@contextlib.contextmanager
+def pair(**changes: Any) -> Iterator[tuple[LLMDataDist, LLMDataDist]]:
+    """Have a prompt and a decoder that has linked it."""
+    with (
+        reserved_address() as address,
+        node(PROMPT, address, LLMRole.PROMPT, **changes) as prompt,
+        node(DECODER, "", LLMRole.DECODER, **changes) as decoder,
+    ):
+        assert decoder.link_clusters(cluster(PROMPT, address), 60_000) == (SUCCESS, [SUCCESS])
+        until_linked(prompt, DECODER)
+        yield prompt, decoder
+
+
+class Memory:
+    """Tensors of random bytes, and the cache that a node has over them."""
+
+    _models = itertools.count(1)
+
+    def __init__(
+        self,
+        owner: LLMDataDist,
+        blocks: int = 8,
+        nbytes: int = 64,
+        tensors: int = 4,
+        *,
+        contiguous: bool = False,
+        model: int = 0,
+        seed: int = 1,
+        shape: Sequence[int] = (),
+        **register: Any,
+    ) -> None:
+        random = np.random.default_rng(seed)
+        self.tensors = [random.integers(0, 255, (blocks, nbytes), np.uint8) for _ in range(tensors)]
+        self.desc = CacheDesc(tensors, list(shape) or [blocks, nbytes], DataType.DT_UINT8)
+        caches = owner.cache_manager
+        self.cache: Cache
+        if contiguous:
+            self.cache = caches.register_cache(self.desc, self.addrs, **register)
+        else:
+            self.cache = caches.register_blocks_cache(
+                self.desc, self.addrs, BlocksCacheKey(owner.cluster_id, model), **register
+            )
+
+    @property
+    def addrs(self) -> list[int]:
+        return [int(tensor.ctypes.data) for tensor in self.tensors]
+
+
+def status_of(error: BaseException) -> LLMStatusCode | None:
+    return error.status_code if isinstance(error, LLMException) else None
