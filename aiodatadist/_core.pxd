@@ -211,11 +211,22 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
 
     cdef cppclass CClock "adt::Clock":
         uint64_t now_ns()
+        void advance(uint64_t ns)
+
+    cdef cppclass CSimNetwork "adt::SimNetwork"
+
+    unsigned kNoDrain
+    unsigned kNoEpoch
+    unsigned kNoFence
+    unsigned kNoKey
 
     cdef cppclass CEngineOptions "adt::Engine::Options":
         unsigned copy_threads
         unsigned io_threads
         cbool stepped
+        shared_ptr[CSimNetwork] network
+        uint64_t place
+        unsigned left_out
 
     cdef cppclass CEngine "adt::Engine":
         @staticmethod
@@ -226,6 +237,7 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
         CEngine(const CEngineOptions &options) except +
         CClock &clock()
         void step(uint64_t advance_ns) except +
+        uint64_t next_due() except +
         shared_ptr[CNode] open_node(
             uint64_t cluster_id, shared_ptr[CRing] ring, uint64_t drain_ns, uint64_t heartbeat_ns,
             uint64_t inline_bytes, uint64_t populate_bytes) except +
@@ -281,6 +293,44 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
     void let_go_remote "adt::let_go"(shared_ptr[CRemoteCache] &p)
     void let_go_recorder "adt::let_go"(shared_ptr[CRecorder] &p)
 
+cdef extern from "sim.hpp" namespace "adt" nogil:
+    cdef struct CSimWay "adt::SimWay":
+        uint64_t latency_least
+        uint64_t latency_most
+        uint64_t bytes_per_second
+        uint64_t fragment_bytes
+        double loss
+        uint64_t resend
+        double duplicate
+        double reorder
+        uint64_t reorder_most
+        uint64_t visible_least
+        uint64_t visible_most
+        cbool blocked
+
+    cdef struct CSimAccess "adt::SimAccess":
+        uint64_t at
+        uint64_t place
+        uint64_t life
+        uint64_t cache
+        uint64_t address
+        uint64_t bytes
+        uint32_t tensor
+        uint32_t write
+        uint64_t by
+        uint64_t by_life
+        uint64_t op
+        uint64_t offset
+
+    cdef cppclass CSimNetwork "adt::SimNetwork":
+        CSimNetwork(uint64_t seed, unsigned left_out) except +
+        CClock &clock()
+        unsigned left_out()
+        void set_way(uint64_t source, uint64_t target, const CSimWay &way) except +
+        void bind(int fd, uint64_t link, unsigned end, uint64_t peer_place) except +
+        void crash(uint64_t place) except +
+        vector[CSimAccess] take_accesses() except +
+
 cdef extern from "copy.hpp" namespace "adt" nogil:
     const char *stream_copy_name()
 
@@ -298,6 +348,9 @@ cdef extern from "region.hpp" namespace "adt" nogil:
     int c_probe_process_vm "adt::probe_process_vm"(int pid, uint64_t address, const void *expected, size_t bytes)
     int c_allow_ptracer "adt::allow_ptracer"(long pid)
 
+
+cdef class SimNetwork:
+    cdef shared_ptr[CSimNetwork] network
 
 cdef class Engine:
     cdef shared_ptr[CEngine] engine

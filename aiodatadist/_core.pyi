@@ -1,5 +1,5 @@
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, Self, SupportsIndex, final
+from typing import Any, Protocol, Self, SupportsIndex, TypeAlias, final
 
 EVENT_PEER_LOST: int
 EVENT_PEER_QUIET: int
@@ -14,6 +14,7 @@ EVENT_LAYER_ARRIVED: int
 READ: int
 WRITE: int
 WHOLE: int
+NEVER: int
 debug: bool
 
 class _Part(Protocol):
@@ -65,10 +66,40 @@ class Engine:
     @staticmethod
     def acquire(copy_threads: int, io_threads: int) -> Engine: ...
     @staticmethod
-    def stepped() -> Engine: ...
+    def stepped(network: SimNetwork | None = None, place: int = 0) -> Engine: ...
     def release(self) -> None: ...
     def step(self, advance_ns: int = 0) -> None: ...
     def now_ns(self) -> int: ...
+    def next_due(self) -> int: ...
+    @property
+    def released(self) -> bool: ...
+
+SimAccess: TypeAlias = tuple[int, int, int, int, int, int, int, bool, int, int, int, int]
+
+@final
+class SimNetwork:
+    def __new__(cls, seed: int, left_out: Sequence[str] = ()) -> Self: ...
+    def now_ns(self) -> int: ...
+    def advance(self, ns: int) -> None: ...
+    def set_way(
+        self,
+        source: int,
+        target: int,
+        *,
+        latency: tuple[int, int] = (0, 0),
+        bytes_per_second: int = 0,
+        fragment_bytes: int = 65536,
+        loss: float = 0.0,
+        resend: int = 0,
+        duplicate: float = 0.0,
+        reorder: float = 0.0,
+        reorder_most: int = 0,
+        visible: tuple[int, int] = (0, 0),
+        blocked: bool = False,
+    ) -> None: ...
+    def bind(self, fd: int, link: int, end: int, peer_place: int) -> None: ...
+    def crash(self, place: int) -> None: ...
+    def take_accesses(self) -> list[SimAccess]: ...
 
 @final
 class Ring:

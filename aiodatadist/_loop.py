@@ -16,6 +16,7 @@ import concurrent.futures.thread  # noqa: F401  # asyncio's first use would load
 import contextlib
 import errno
 import os
+import random
 import socket
 import struct
 import weakref
@@ -745,12 +746,16 @@ class RingWatch:
 
 
 class Runtime:
-    """Streams, timers, time and tasks of the running event loop.
+    """Streams, timers, time, tasks and chance of the running event loop.
 
     Attributes
     ----------
     loop : asyncio.AbstractEventLoop
+    chance : random.Random
+        All that is drawn at random, secrets included: the operating system's. A simulation has one with a seed.
     """
+
+    chance: random.Random = random.SystemRandom()
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.loop = asyncio.get_running_loop() if loop is None else loop
@@ -810,6 +815,12 @@ class Runtime:
     async def until_done(self, task: asyncio.Task[Any]) -> None:
         """Wait until a task has ended, however it ended."""
         await asyncio.wait((task,))
+
+    def probe_transports(self) -> list[tuple[str, bool, str]]:
+        """Return name, whether it is usable, and what was found or why not, of each transport."""
+        from . import _core
+
+        return _core.probe_transports()
 
     def acquire_engine(self, copy_threads: int, io_threads: int) -> tuple[_core.Engine, bool]:
         """Return the engine to use, and whether it is the one of the process."""

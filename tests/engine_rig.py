@@ -18,7 +18,10 @@ from aiodatadist import _core
 
 PATHS = ("shm-mapped", "shm-process_vm", "tcp", "tcp-short")
 MODES = ("threads", "step")
-CASES = tuple((path, mode) for path in PATHS for mode in MODES if (path, mode) != ("tcp-short", "step"))
+CASES = (
+    *((path, mode) for path in PATHS for mode in MODES if (path, mode) != ("tcp-short", "step")),
+    ("sim", "step"),
+)
 OK, BOUNDS, CANCELLED, TIMEOUT, PEER_LOST, ABORTED, CLOSED, FENCED = 0, -3, -6, -7, -8, -9, -10, -15
 NOT_FOUND, PERMISSION, PROTOCOL = -2, -4, -14
 SECOND = 1_000_000_000
@@ -154,7 +157,12 @@ class Rig:
         assert engines == 1 or mode == "step"
         self.path = path
         self.stepped = mode == "step"
-        self.engines = [_core.Engine.stepped() if self.stepped else _core.Engine.acquire(2, 2) for _ in range(engines)]
+        self.network = _core.SimNetwork(1) if path == "sim" else None
+        self.engines = [
+            _core.Engine.stepped(self.network, place) if self.stepped else _core.Engine.acquire(2, 2)
+            for place in range(engines)
+        ]
+        self.links = 0
         self.rings = [_core.Ring(engine) for engine in self.engines]
         self.running = list(self.engines)
         options = {
@@ -169,19 +177,26 @@ class Rig:
         self.loop_fds: dict[int, _core.Peer] = {}
         self.link(4 if path == "tcp-short" else connections)
 
+    @property
+    def transport(self) -> str:
+        return "shm" if self.path.startswith("shm") else self.path.removesuffix("-short")
+
     def link(self, connections: int = 2) -> None:
         """Connect both sides (again)."""
         shm = self.path.startswith("shm")
         wire = socket.socketpair()
-        data = [socket.socketpair() for _ in range(connections)]
+        data = [socket.socketpair() for _ in range(0 if self.network else connections)]
+        self.links += 1
         for i, side in enumerate(self.sides):
+            if self.network is not None:
+                self.network.bind(wire[i].fileno(), self.links, i, self.engines.index(self.sides[1 - i].engine))
             side.peer = side.node.connect(
                 wire[i].detach(),
                 [pair[i].detach() for pair in data],
                 pid=os.getpid() if shm else 0,
                 pidfd=os.pidfd_open(os.getpid()) if shm else -1,
                 process_vm=True,
-                transports=["shm", "tcp"] if shm else ["tcp"],
+                transports=["shm", "tcp"] if shm else [self.transport],
                 dialed=i == 0,
                 cluster_id=(2, 1)[i],
             )
@@ -201,8 +216,7 @@ class Rig:
         return local, self.bring(local, tensors)
 
     def bring(self, local: _core.LocalCache, tensors: Tensors) -> _core.RemoteCache:
-        wanted = "shm" if self.path.startswith("shm") else "tcp"
-        keys = [key for key in local.export_keys() if key[0] == wanted]
+        keys = [key for key in local.export_keys() if key[0] == self.transport]
         remote = self.user.to_peer.import_cache(local.id, tensors.geometry, keys)
         assert remote.path == self.path.removesuffix("-short")
         return remote
@@ -215,8 +229,10 @@ class Rig:
     def turn(self, seconds: float = 0.2, advance_ns: int = 1000) -> None:
         """Let the engines work once and hand over what is complete."""
         if self.stepped:
+            if self.network is not None:
+                self.network.advance(advance_ns)
             for engine in self.running:
-                engine.step(advance_ns)
+                engine.step(0 if self.network else advance_ns)
         else:
             ready, _, _ = select.select([ring.fd for ring in self.rings] + list(self.loop_fds), [], [], seconds)
             for fd in ready:

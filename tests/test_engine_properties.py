@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from aiodatadist import _core
 from aiodatadist.errors import BlockIndexError, CacheMismatch
 
-from .engine_rig import OK, PATHS, Geometry, Rig, rig
+from .engine_rig import CASES, OK, PATHS, Geometry, Rig, rig
 
 READ, WRITE = _core.READ, _core.WRITE
 
@@ -87,8 +87,7 @@ def run_case(r: Rig, case: Case) -> None:
     r.run(lambda: r.owner.seen(_core.EVENT_CACHE_QUIET, shown.id) and r.user.seen(_core.EVENT_CACHE_QUIET, local.id))
 
 
-@pytest.mark.parametrize("mode", ["threads", "step"])
-@pytest.mark.parametrize("path", PATHS[:3])
+@pytest.mark.parametrize(("path", "mode"), [case for case in CASES if case[0] != "tcp-short"])
 def test_against_numpy(path: str, mode: str) -> None:
     with rig(path, mode, inline_bytes=20_000) as r:
 

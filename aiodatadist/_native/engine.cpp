@@ -14,6 +14,7 @@
 #include <system_error>
 #include <utility>
 
+#include "sim.hpp"
 #include "threads.hpp"
 
 extern "C" {
@@ -70,6 +71,7 @@ Shared &shared() {
 }  // namespace
 
 uint64_t Clock::now_ns() const {
+    if (source_ != nullptr) return source_->now_ns();
     if (manual_) return at_.load(std::memory_order_relaxed);
     timespec t{};
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -115,7 +117,8 @@ void Ring::take(std::vector<Event> &out) {
     armed_ = true;
 }
 
-Engine::Engine(const Options &options) : options_(options), clock_(options.stepped) {
+Engine::Engine(const Options &options)
+    : options_(options), clock_(options.stepped, options.network ? &options.network->clock() : nullptr) {
     epoll_ = Fd(epoll_create1(EPOLL_CLOEXEC));
     kick_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (!epoll_ || !kick_) throw std::system_error(errno, std::generic_category(), "epoll or eventfd");
@@ -125,13 +128,14 @@ Engine::Engine(const Options &options) : options_(options), clock_(options.stepp
     epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, kick_.get(), &interest);
 
     host_ = {this, host_notify, host_now, host_begin_serve, host_end_serve, host_endpoint_lost};
-    const unsigned threads[kTransportCount] = {options.copy_threads, options.io_threads};
+    const unsigned threads[kTransportCount] = {options.copy_threads, options.io_threads, 0};
     for (unsigned i = 0; i < kTransportCount; ++i) {
         Transport &t = transports_[i];
         t.ops = kTransports[i];
         assert(t.ops->abi_version == ADT_ABI_VERSION);
         t.lane.depth = t.ops->queue_depth;
-        const adt_open_params_t params{sizeof(params), options.stepped ? 0 : threads[i], &host_};
+        const adt_open_params_t params{sizeof(params), options.stepped ? 0 : threads[i], &host_, options.network.get(),
+                                       options.place};
         const adt_status_t status = t.ops->open(&params, &t.handle);
         if (status != ADT_OK) {
             for (unsigned k = 0; k < i; ++k) transports_[k].ops->close(transports_[k].handle);
@@ -231,6 +235,12 @@ void Engine::step(uint64_t advance_ns) {
     for (unsigned i = 0; i < kTransportCount; ++i) poll_transport(i);
     progress_once(0);
     for (unsigned i = 0; i < kTransportCount; ++i) poll_transport(i);
+}
+
+uint64_t Engine::next_due() {
+    const std::lock_guard<std::mutex> lock(mu_);
+    const uint64_t timer = timers_.empty() ? UINT64_MAX : timers_.begin()->first;
+    return options_.network ? std::min(timer, options_.network->next_due(options_.place)) : timer;
 }
 
 // ---------------------------------------------------------------------------------------------- progress thread
@@ -726,7 +736,8 @@ void Engine::stop_op(Section &s, Op &op, adt_status_t status) {
 // Looks whether an operation is quiet here (then its future hears of it), and whether it is over everywhere.
 void Engine::settle(Section &s, Op &op) {
     if (!op.exhausted && op.stop == ADT_OK) return;
-    if (!op.reported && op.inflight == op.detached) report(s, op);
+    const bool quiet = op.inflight == op.detached || (options_.left_out & kNoDrain) != 0;
+    if (!op.reported && quiet) report(s, op);
     if (op.inflight == 0) retire(s, op);
 }
 

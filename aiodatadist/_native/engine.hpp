@@ -18,6 +18,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -35,6 +36,7 @@
 namespace adt {
 
 class Engine;
+class SimNetwork;
 struct Node;
 struct Peer;
 struct Op;
@@ -88,14 +90,16 @@ class Ring : Counted<Live::ring> {
     bool armed_ = true;
 };
 
+// The host's clock, one that is moved by hand, or that of another object.
 class Clock {
   public:
-    explicit Clock(bool manual) : manual_(manual) {}
+    explicit Clock(bool manual, const Clock *source = nullptr) : manual_(manual), source_(source) {}
     uint64_t now_ns() const;
     void advance(uint64_t ns) { at_.fetch_add(ns, std::memory_order_relaxed); }
 
   private:
     const bool manual_;
+    const Clock *const source_;
     std::atomic<uint64_t> at_{1'000'000'000};
 };
 
@@ -180,6 +184,10 @@ struct LayerWork {
 };
 
 struct Op : Counted<Live::operation> {
+    // The order of starting. Any order of addresses would let a simulation go another way each time.
+    struct Older {
+        bool operator()(const Op *a, const Op *b) const { return a->id < b->id; }
+    };
     uint64_t id = 0;
     adt_opcode_t opcode = ADT_READ;
     std::shared_ptr<Peer> peer;
@@ -346,7 +354,7 @@ struct Peer : Counted<Live::peer> {
     bool goodbye_received = false;
     bool wire_open = true;
     bool lingered = false;  // waited long enough for the goodbye of a peer that cannot touch our memory
-    std::unordered_set<Op *> ops;
+    std::set<Op *, Op::Older> ops;
     std::unordered_map<uint64_t, uint32_t> leftovers;  // the peer's caches: detached writes still on the wire
     std::vector<Op *> held;                            // writes that wait until there is none
     uint32_t inline_active = 0;                        // small copies running in loop threads right now
@@ -465,12 +473,24 @@ constexpr uint64_t tag(Ready kind, uint64_t value) {
     return static_cast<uint64_t>(kind) << 56 | value;
 }
 
+// Rules that an engine in step mode can be told to break, so that tests can show that they would notice.
+enum LeftOut : unsigned {
+    kNoDrain = 1,  // an operation that was stopped ends before what was posted is back
+    kNoEpoch = 2,  // requests from before a fence that was ended by force are served
+    kNoFence = 4,  // a fence asks nobody
+    kNoKey = 8,    // the key of a request is not compared with that of the memory
+};
+
 class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine> {
   public:
     struct Options {
         unsigned copy_threads = 2;
         unsigned io_threads = 2;
         bool stepped = false;
+        // In step mode only.
+        std::shared_ptr<SimNetwork> network = nullptr;  // whose clock counts
+        uint64_t place = 0;                             // where this engine is there
+        unsigned left_out = 0;                          // LeftOut: what a test of the tests does without
     };
 
     explicit Engine(const Options &options);
@@ -485,6 +505,7 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
     Clock &clock() { return clock_; }
     bool stepped() const { return options_.stepped; }
     void step(uint64_t advance_ns);
+    uint64_t next_due();  // when a step has something to do although nothing came over a descriptor; UINT64_MAX: never
 
     std::shared_ptr<Node> open_node(uint64_t cluster_id, std::shared_ptr<Ring> ring, uint64_t drain_ns,
                                     uint64_t heartbeat_limit_ns, uint64_t inline_bytes, uint64_t populate_bytes);

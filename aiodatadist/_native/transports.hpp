@@ -8,8 +8,9 @@ namespace adt {
 
 extern const adt_transport_ops_t kShmOps;
 extern const adt_transport_ops_t kTcpOps;
+extern const adt_transport_ops_t kSimOps;
 
-inline const adt_transport_ops_t *const kTransports[] = {&kShmOps, &kTcpOps};
+inline const adt_transport_ops_t *const kTransports[] = {&kShmOps, &kTcpOps, &kSimOps};
 constexpr unsigned kTransportCount = sizeof(kTransports) / sizeof(kTransports[0]);
 
 }  // namespace adt

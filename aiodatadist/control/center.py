@@ -17,7 +17,6 @@ import atexit
 import enum
 import errno
 import ipaddress
-import secrets
 import threading
 import warnings
 import weakref
@@ -151,8 +150,8 @@ class Center:
     def _build(self) -> None:
         """Make all parts. None of them does anything before the task group is entered."""
         config = self.config
-        usable, unusable = _probe(config.transports)
         self.runtime = runtime = self._make_runtime()
+        usable, unusable = _probe(runtime, config.transports)
         self.thread_id = threading.get_ident()
         try:
             self._engine, shared = runtime.acquire_engine(config.copy_threads, config.io_threads)
@@ -190,7 +189,7 @@ class Center:
         self.peers = NativePeers(runtime, self.events.publish)
         self.own = Own(
             cluster_id=self.cluster_id,
-            incarnation=secrets.token_bytes(wire.ID_SIZE),
+            incarnation=runtime.chance.randbytes(wire.ID_SIZE),
             role=self.role,
             config=config,
             usable=usable,
@@ -516,9 +515,9 @@ class Center:
         return rows
 
 
-def _probe(transports: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, str]]:
+def _probe(runtime: Runtime, transports: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return which transports work on this machine, and why the others do not."""
-    found = {name: (usable, reason) for name, usable, reason in _core.probe_transports()}
+    found = {name: (usable, reason) for name, usable, reason in runtime.probe_transports()}
     usable = tuple(name for name in transports if found.get(name, (False, ""))[0])
     unusable = {
         name: found.get(name, (False, "this version does not have it"))[1] for name in transports if name not in usable

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import hmac
 import os
-import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -517,7 +516,7 @@ class SessionDoor:
 
     def open(self, most: int) -> tuple[bytes, _Arrivals]:
         """Make a session token, good for one engine connection and up to `most` data connections."""
-        token = secrets.token_bytes(wire.ID_SIZE)
+        token = self._runtime.chance.randbytes(wire.ID_SIZE)
         self._sessions[token] = arrivals = _Arrivals(self._runtime, most)
         return token, arrivals
 
@@ -583,7 +582,7 @@ class Handshaker:
     async def _connect(self, session: Session, cluster_id: int) -> bool:
         channel = session.channel
         key = self.own.config.cluster_key
-        challenge = None if key is None else secrets.token_bytes(wire.MAC_SIZE)
+        challenge = None if key is None else self._runtime.chance.randbytes(wire.MAC_SIZE)
         channel.start_proving(key, dialed=True)
         channel.stream.send(wire.Preamble(wire.ConnectionKind.CONTROL).pack())
         mine = wire.Hello(target=cluster_id, challenge=challenge, **self.own.fields(session.granted))
@@ -715,7 +714,7 @@ class Handshaker:
             having, lacking = ("connecting", "listening") if key is None else ("listening", "connecting")
             raise Refusal(wire.RefusalKind.KEY, f"the {having} side has a cluster key, and the {lacking} side none")
         if key is not None:
-            channel.send(wire.Challenge(challenge=secrets.token_bytes(wire.MAC_SIZE)))
+            channel.send(wire.Challenge(challenge=self._runtime.chance.randbytes(wire.MAC_SIZE)))
             await channel.check_proof()
         return hello
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import secrets
 from typing import TYPE_CHECKING, Final
 
 from .. import _core
@@ -233,7 +232,7 @@ async def prove_same_host(runtime: Runtime, offer: wire.HostOffer, key: SessionK
             except ConnectionRefusedError:
                 raise HostRefused(ELSEWHERE) from None
             pid, pidfd = _peer_of(channel)
-            nonce = secrets.token_bytes(wire.ID_SIZE)
+            nonce = runtime.chance.randbytes(wire.ID_SIZE)
             memfd = os.memfd_create("aiodatadist-proof", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(memfd, _PROOF_BYTES)
             os.pwrite(memfd, _shown(offer, key) + nonce, 0)
@@ -283,14 +282,14 @@ class HostDoor:
         """Listen, under a random name. Raises OSError."""
         if self._listener is not None:
             return
-        name = b"aiodatadist-" + secrets.token_hex(16).encode()
+        name = b"aiodatadist-" + self._runtime.chance.randbytes(16).hex().encode()
         self._listener = self._runtime.listen_host(name, self._on_channel)
 
     def offer(self) -> wire.HostOffer | None:
         """Return an offer, if this side listens."""
         if self._listener is None:
             return None
-        return wire.HostOffer(name=self._listener.name, nonce=secrets.token_bytes(wire.ID_SIZE))
+        return wire.HostOffer(name=self._listener.name, nonce=self._runtime.chance.randbytes(wire.ID_SIZE))
 
     def expect(self, offer: wire.HostOffer, key: SessionKey | None, on_peer: Callable[[HostPeer], None]) -> bytes:
         """Let in whoever shows what the offer asks for, until `withdraw` is called with what this returns.
@@ -345,7 +344,7 @@ class HostDoor:
             on_peer = self._awaited.pop(offered, None)
             if on_peer is None:
                 raise HostRefused("the nonce is not one that was offered")
-            answer = secrets.token_bytes(wire.ID_SIZE)
+            answer = self._runtime.chance.randbytes(wire.ID_SIZE)
             os.pwrite(fds[0], answer, 2 * wire.ID_SIZE)
             await channel.send(_ACCEPTED)
             peer = HostPeer(channel, pid, pidfd, nonce, answer)

@@ -7,7 +7,6 @@ this side by their ids alone.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, SupportsFloat, SupportsIndex
@@ -272,7 +271,7 @@ class LeaseBook:
         if cache.closed:
             raise ClosedError(f"cache {cache.id} is unregistered")
         chosen = _checked_blocks(blocks, cache.geometry.num_blocks)
-        lease = Lease(self, 1 + secrets.randbelow(2**63 - 1), cache, cluster, seconds, chosen)
+        lease = Lease(self, self._runtime.chance.randrange(1, 2**63), cache, cluster, seconds, chosen)
         if not self._node.hold(lease.id, cache.id, seconds, cluster):
             raise ClosedError("the DataDist is closing")
         self._leases[lease.id] = lease

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import secrets
 from typing import TYPE_CHECKING, Final
 
 from .. import _core
@@ -604,7 +603,7 @@ class LinkManager:
         if slot.relink is not None:
             slot.relink.info = info
             return
-        slot.relink = Relink(info)
+        slot.relink = Relink(info, self.runtime.chance)
         self._tasks.start(self._relink, slot, slot.relink, name=f"aiodatadist-relink-{slot.cluster_id}")
 
     def _end_relink(self, slot: _Slot) -> None:
@@ -739,7 +738,7 @@ class LinkManager:
                 f"cluster id {own.cluster_id} is that of the DataDist that listens here",
                 Status.ALREADY_LINK,
             )
-        channel.send(wire.HelloReply(token=secrets.token_bytes(wire.ID_SIZE), **own.fields(0)))
+        channel.send(wire.HelloReply(token=self.runtime.chance.randbytes(wire.ID_SIZE), **own.fields(0)))
         channel.prove()
         with Deadline(_REFUSAL_SECONDS):
             await channel.receive()  # the other end closes when it has seen who it is

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from random import Random
+
     from ..types import ClusterInfo
 
 __all__ = ["Backoff", "Relink"]
@@ -23,14 +24,15 @@ class Backoff:
     So the many peers of a node that died do not all come back at the same moment. Nothing is ever given up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chance: Random) -> None:
         self._failures = 0
+        self._chance = chance
 
     def pause(self) -> float:
         """Return how long to wait now, in seconds; longer each time."""
         most = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self._failures, 64))
         self._failures += 1
-        return most * random.uniform(0.5, 1.0)
+        return most * self._chance.uniform(0.5, 1.0)
 
     def reset(self) -> None:
         """Begin anew."""
@@ -48,7 +50,7 @@ class Relink:
         Which attempt to link again is under way, from 1; 0 while there is none.
     """
 
-    def __init__(self, info: ClusterInfo) -> None:
+    def __init__(self, info: ClusterInfo, chance: Random) -> None:
         self.info = info
         self.attempt = 0
-        self.backoff = Backoff()
+        self.backoff = Backoff(chance)

@@ -172,6 +172,8 @@ typedef struct adt_open_params {
     uint32_t struct_size;
     uint32_t threads;       /* 0: step mode, `poll` does the work */
     const adt_host_t *host; /* outlives the transport */
+    void *network;          /* the simulated network of an engine in step mode, or null; outlives the transport */
+    uint64_t place;         /* where this engine is there */
 } adt_open_params_t;
 
 typedef struct adt_connect_params {
@@ -185,6 +187,7 @@ typedef struct adt_connect_params {
     uint32_t process_vm;     /* 1: process_vm_readv/writev on peer_pid was probed and works */
     uint32_t dialed;         /* 1: this side opened the connections */
     uint64_t populate_bytes; /* how much of this peer's memory to map ahead of its first use */
+    int wire;                /* the link's engine connection, borrowed for the call */
 } adt_connect_params_t;
 
 typedef struct adt_probe {
