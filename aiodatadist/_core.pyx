@@ -271,7 +271,7 @@ cdef class Engine:
         return self.get().clock().now_ns()
 
     def next_due(self):
-        """Time of the clock when `step` has something to do even if nothing comes from outside; `NEVER` if it has not."""
+        """Time of the clock when `step` has something to do although nothing has come; `NEVER` if it has not."""
         return self.get().next_due()
 
     @property

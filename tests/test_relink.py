@@ -328,7 +328,7 @@ async def test_wrong_use(dd: adt.DataDist) -> None:
 
 def test_pauses_double_up_to_a_limit_and_differ() -> None:
     random.seed(7)
-    many = [Backoff() for _ in range(200)]
+    many = [Backoff(random.Random()) for _ in range(200)]
     for failures in range(20):
         most = min(relink.LONGEST_PAUSE, relink.FIRST_PAUSE * 2**failures)
         pauses = [backoff.pause() for backoff in many]

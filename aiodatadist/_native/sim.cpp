@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// sim: between stepped engines, over a SimNetwork. Built as a network card with remote access would be, with the owner's
-// engine asked before its memory is touched: requests go to a numbered endpoint and carry the key of the memory, bytes
-// go in fragments that arrive in any order, late, twice or never, and a write is answered when all its bytes are visible.
+// sim: between stepped engines, over a SimNetwork. Built as a network card with remote access would be, with the
+// owner's engine asked before its memory is touched: requests go to a numbered endpoint and carry the key of the
+// memory, bytes go in fragments that arrive in any order, late, twice or never, and a write is answered when all its
+// bytes are visible.
 #include "sim.hpp"
 
 #include <algorithm>
@@ -472,8 +473,8 @@ class SimTransport {
         ep.posted.erase(found);
     }
 
-    // Copies the bytes of one fragment between memory (`local` of the chunks) and the packet: out of memory into `into`,
-    // or from packet.bytes.
+    // Copies the bytes of one fragment between memory (`local` of the chunks) and the packet: out of memory into
+    // `into`, or from packet.bytes.
     void move(const std::vector<adt_chunk_t> &chunks, const SimPacket &packet, std::string *into, uint64_t cache) {
         const SimRequest &request = *packet.request;
         const uint64_t first = packet.fragment * request.fragment_bytes;
@@ -535,7 +536,7 @@ class SimTransport {
     void complete(Posted &posted, adt_status_t status) { done_.push_back({posted.batch, status, 0}); }
 
   public:
-    std::unordered_map<uint64_t, uint64_t> keys_;             // of caches that are registered
+    std::unordered_map<uint64_t, uint64_t> keys_;  // of caches that are registered
     std::unordered_map<uint64_t, const Memory *> memories_;
 
   private:

@@ -28,10 +28,10 @@ struct SimWay {
     uint64_t latency_most = 0;
     uint64_t bytes_per_second = 0;  // 0: no limit
     uint64_t fragment_bytes = 65536;
-    double loss = 0;         // of a fragment, which is sent again after `resend`
+    double loss = 0;  // of a fragment, which is sent again after `resend`
     uint64_t resend = 0;
-    double duplicate = 0;    // arrives a second time
-    double reorder = 0;      // is late by up to `reorder_most`
+    double duplicate = 0;  // arrives a second time
+    double reorder = 0;    // is late by up to `reorder_most`
     uint64_t reorder_most = 0;
     uint64_t visible_least = 0;  // from arrival until the bytes are in memory
     uint64_t visible_most = 0;
@@ -47,8 +47,8 @@ struct SimAccess {
     uint64_t address;
     uint64_t bytes;
     uint32_t tensor;
-    uint32_t write;   // 1: written, 0: read
-    uint64_t by;      // place of the operation
+    uint32_t write;  // 1: written, 0: read
+    uint64_t by;     // place of the operation
     uint64_t by_life;
     uint64_t op;
     uint64_t offset;  // from the start of the tensor
@@ -64,7 +64,9 @@ class SimRandom {
         z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
         return z ^ (z >> 31);
     }
-    uint64_t between(uint64_t least, uint64_t most) { return most <= least ? least : least + next() % (most - least + 1); }
+    uint64_t between(uint64_t least, uint64_t most) {
+        return most <= least ? least : least + next() % (most - least + 1);
+    }
     bool chance(double p) { return p > 0 && static_cast<double>(next() >> 11) * 0x1p-53 < p; }
 
   private:

@@ -1,8 +1,8 @@
 """A virtual clock: an asyncio event loop whose time moves only when nothing is left to do.
 
 A wait of 30 s costs no real time: when every task waits, the clock jumps to the next timer, or to the next thing that
-happens in the simulated network. What runs in the loop takes no time, except that a turn in which something runs takes a
-microsecond, so that one who polls with ``sleep(0)`` gets on as well.
+happens in the simulated network. What runs in the loop takes no time, except that a turn in which something runs takes
+a microsecond, so that one who polls with ``sleep(0)`` gets on as well.
 
 asyncio only. Nothing in here depends on real time, on hash seeds or on addresses of objects: tasks are hashed by the
 order in which they were made, because sets of tasks are walked by asyncio and anyio alike.
@@ -15,11 +15,12 @@ import contextvars
 import math
 import selectors
 from collections.abc import Callable, Coroutine
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar, TypeVarTuple
 
 __all__ = ["SimTask", "SimulationStuck", "VirtualLoop", "run"]
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 START_NS: Final = 1_000_000_000
 TURN_NS: Final = 1_000
@@ -186,7 +187,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.now_ns / 1e9
 
     def call_soon(
-        self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
         """Call in the next turn, or when the process goes on to which this belongs."""
         self.planned = True
@@ -200,7 +201,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return super().call_soon(callback, *args, context=context)
 
     def call_at(
-        self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         """Call at a time, or when the process goes on to which this belongs."""
         self.planned = True

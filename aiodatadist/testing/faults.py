@@ -72,7 +72,8 @@ class Fault:
     at : float
         Seconds from the start of the script.
     name : str
-        A method of `SimCluster`: ``crash``, ``stop``, ``resume``, ``block``, ``unblock``, ``cut``, ``heal`` or ``stall``.
+        A method of `SimCluster`: ``crash``, ``stop``, ``resume``, ``block``, ``unblock``, ``cut``, ``heal`` or
+        ``stall``.
     args : tuple
         Its arguments: cluster ids and numbers.
     """

@@ -1,11 +1,12 @@
 """A simulated network: processes, streams between them, and the runtime that a DataDist of such a process is given.
 
-Control streams are simulated here, byte by byte at virtual times. A stream that is handed to an engine becomes one end of
-a socket pair, whose other end stays here: what the engine writes is read as soon as it has had its turn, and goes on as a
-stream; so the engine needs no change, and neither does tcp, which can be simulated in the same way. Data of the
+Control streams are simulated here, byte by byte at virtual times. A stream that is handed to an engine becomes one end
+of a socket pair, whose other end stays here: what the engine writes is read as soon as it has had its turn, and goes on
+as a stream; so the engine needs no change, and neither does tcp, which can be simulated in the same way. Data of the
 transport `sim` is carried natively (``_native/sim.cpp``), on the same ways and the same clock.
 
-A stream keeps its order, as TCP's do: loss is delay, and what is blocked waits. Only a crash or `Network.cut` breaks one.
+A stream keeps its order, as TCP's do: loss is delay, and what is blocked waits. Only a crash or `Network.cut` breaks
+one.
 """
 
 from __future__ import annotations
