@@ -46,7 +46,9 @@ def test_k3_json_has_every_transport_with_a_reason(capsys: pytest.CaptureFixture
     assert set(transports) == set(KNOWN_TRANSPORTS)
     assert all(found["detail"] for found in transports.values())
     assert transports["tcp"]["usable"]
-    for name in ("verbs", "hixl", "sim"):
+    assert "SimCluster" in transports["sim"]["detail"]
+    assert not transports["sim"]["usable"]
+    for name in ("verbs", "hixl"):
         if not transports[name]["usable"]:
             assert "no such transport yet" in transports[name]["detail"]
     assert report["usable"]
