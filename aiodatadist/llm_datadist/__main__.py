@@ -10,24 +10,31 @@ import builtins
 import io
 import os
 import sys
+from collections.abc import Sequence
 from types import CodeType, ModuleType
 
 from . import host_npu
 from .aliases import install
 
 
-def main() -> None:
-    """Read the command line, and become the script."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the command line, and become the script: what it raises, SystemExit included, is the caller's.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        ``sys.argv[1:]`` if it is omitted.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m aiodatadist.llm_datadist",
-        usage="%(prog)s [-h] [--cpu] SCRIPT ...",
+        usage="%(prog)s [-h] [--cpu] SCRIPT ARGS...",
         description="Run a script that imports llm_datadist, with aiodatadist in its place.",
         allow_abbrev=False,
     )
     parser.add_argument("--cpu", action="store_true", help="host memory in the place of an NPU, also for torch_npu")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file, run as __main__")
-    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="what the script is given")
-    options = parser.parse_args()
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="what the script is given")
+    options = parser.parse_args(arguments)
     try:
         code = _compiled(options.script)
     except OSError as why:

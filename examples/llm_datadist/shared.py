@@ -6,13 +6,14 @@ The scripts use `llm_datadist` as code for Ascend does. Run them in two terminal
     python -m aiodatadist.llm_datadist --cpu examples/llm_datadist/pull_blocks.py --role d
 
 `--prompt IP:PORT` says where the prompt node listens, on both sides; the port after it is for `Partner`. Caches are
-torch tensors on the NPU, or numpy arrays where torch_npu cannot be imported.
+torch tensors on the NPU, or numpy arrays where there is no torch_npu.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.util
 import json
 import math
 import socket
@@ -26,13 +27,6 @@ from typing import Any, Self
 import numpy as np
 from llm_datadist import LayerSynchronizer, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole, LLMStatusCode
 
-try:
-    import torch
-    import torch_npu  # noqa: F401  # it gives torch its npu
-    import torchair
-except ImportError:
-    torch = None
-
 PATIENCE = 60.0  # seconds that a script waits for the other one
 
 
@@ -43,7 +37,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--prompt", metavar="IP:PORT", default="127.0.0.1:26000", help="where the prompt node listens")
     made.add_argument("--decoder", metavar="IP:PORT", default="127.0.0.1:26010", help="where the decoder, if it does")
     made.add_argument("--device_id", type=int, default=0)
-    made.add_argument("--memory", choices=("torch", "numpy"), default="numpy" if torch is None else "torch")
+    has_torch = all(importlib.util.find_spec(name) for name in ("torch", "torch_npu"))
+    made.add_argument("--memory", choices=("torch", "numpy"), default="torch" if has_torch else "numpy")
     return made
 
 
@@ -59,6 +54,9 @@ def make_tensors(options: argparse.Namespace, count: int, shape: Sequence[int]) 
     """Return float16 tensors of zeros, on the NPU or as numpy arrays."""
     if options.memory == "numpy":
         return [np.zeros(shape, np.float16) for _ in range(count)]
+    import torch
+    import torch_npu  # noqa: F401  # it gives torch its npu
+
     torch.npu.set_device(options.device_id)
     return [torch.zeros(*shape, dtype=torch.float16).npu() for _ in range(count)]
 
@@ -66,6 +64,9 @@ def make_tensors(options: argparse.Namespace, count: int, shape: Sequence[int]) 
 def tensors_at(options: argparse.Namespace, addresses: Sequence[int], shape: Sequence[int]) -> list[Any]:
     """Return float16 tensors of memory that llm_datadist has allocated."""
     if options.memory == "torch":
+        import torch
+        import torchair
+
         made: list[Any] = torchair.llm_datadist.create_npu_tensors(list(shape), torch.float16, list(addresses))
         return made
     kind = ctypes.c_uint16 * math.prod(shape)
@@ -106,7 +107,11 @@ class Layers(LayerSynchronizer):  # type: ignore[misc]  # to mypy llm_datadist i
 
     def __init__(self, options: argparse.Namespace, number: int) -> None:
         self.launched = [threading.Event() for _ in range(number)]
-        self.computed = [torch.npu.Event() for _ in range(number)] if options.memory == "torch" else []
+        self.computed: list[Any] = []
+        if options.memory == "torch":
+            import torch
+
+            self.computed = [torch.npu.Event() for _ in range(number)]
 
     def record(self, layer: int) -> None:
         if self.computed:
