@@ -176,7 +176,7 @@ def test_exceptions_and_statuses() -> None:
     assert (plain.args, plain.status_code) == (("a", 1), LLMStatusCode.LLM_SUCCESS)
     assert isinstance(plain, RuntimeError)
     with pytest.raises(AttributeError):
-        plain.status_code = INVALID  # type: ignore[misc]
+        plain.status_code = INVALID
     assert Status(LLMStatusCode.LLM_SUCCESS).is_ok()
     assert not Status(INVALID).is_ok()
     assert Status(INVALID).status_code is INVALID
@@ -490,16 +490,16 @@ D = DataType.DT_INT8
 BAD_VALUES: list[tuple[str, Callable[[], object], type[Exception]]] = [
     # CacheDesc
     ("no number", lambda: CacheDesc(BAD, [1], D), TypeError),
-    ("a text", lambda: CacheDesc("1", [1], D), TypeError),  # type: ignore[arg-type]
+    ("a text", lambda: CacheDesc("1", [1], D), TypeError),
     ("negative", lambda: CacheDesc(-1, [1], D), ValueError),
     ("beyond uint32", lambda: CacheDesc(2**32, [1], D), ValueError),
     ("no shape", lambda: CacheDesc(1, BAD, D), TypeError),
-    ("shape of text", lambda: CacheDesc(1, "12", D), TypeError),  # type: ignore[arg-type]
-    ("element of text", lambda: CacheDesc(1, ["1"], D), TypeError),  # type: ignore[list-item]
+    ("shape of text", lambda: CacheDesc(1, "12", D), TypeError),
+    ("element of text", lambda: CacheDesc(1, ["1"], D), TypeError),
     ("dim beyond int64", lambda: CacheDesc(1, [2**63], D), ValueError),
-    ("data type of int", lambda: CacheDesc(1, [1], 2), TypeError),  # type: ignore[arg-type]
-    ("placement of int", lambda: CacheDesc(1, [1], D, 1), TypeError),  # type: ignore[arg-type]
-    ("batch dim of text", lambda: CacheDesc(1, [1], D, batch_dim_index="0"), TypeError),  # type: ignore[arg-type]
+    ("data type of int", lambda: CacheDesc(1, [1], 2), TypeError),
+    ("placement of int", lambda: CacheDesc(1, [1], D, 1), TypeError),
+    ("batch dim of text", lambda: CacheDesc(1, [1], D, batch_dim_index="0"), TypeError),
     ("batch dim of None", lambda: CacheDesc(1, [1], D, batch_dim_index=BAD), TypeError),
     ("batch dim beyond", lambda: CacheDesc(1, [1], D, batch_dim_index=1), LLMException),
     ("batch dim negative", lambda: CacheDesc(1, [1], D, batch_dim_index=-1), LLMException),
@@ -507,7 +507,7 @@ BAD_VALUES: list[tuple[str, Callable[[], object], type[Exception]]] = [
     ("seq dim beyond int32", lambda: CacheDesc(1, [1], D, seq_len_dim_index=2**31), ValueError),
     ("seq dim beyond", lambda: CacheDesc(1, [1], D, seq_len_dim_index=1), LLMException),
     ("seq dim -2", lambda: CacheDesc(1, [1], D, seq_len_dim_index=-2), LLMException),
-    ("format of int", lambda: CacheDesc(1, [1], D, kv_tensor_format=1), TypeError),  # type: ignore[arg-type]
+    ("format of int", lambda: CacheDesc(1, [1], D, kv_tensor_format=1), TypeError),
     # Keys
     ("no cluster", lambda: CacheKey(req_id=1), LLMException),
     ("no request", lambda: CacheKey(1), LLMException),
@@ -530,30 +530,30 @@ BAD_VALUES: list[tuple[str, Callable[[], object], type[Exception]]] = [
     # Memory
     ("cpu cache of device", lambda: Cache.create_cpu_cache(CacheDesc(1, [1], D), [1]), LLMException),
     ("cpu cache: count", lambda: Cache.create_cpu_cache(CacheDesc(1, [1], D, Placement.HOST), [1, 2]), LLMException),
-    ("cpu cache: tuple", lambda: Cache.create_cpu_cache(CacheDesc(1, [1], D, Placement.HOST), (1,)), TypeError),  # type: ignore[arg-type]
-    ("cpu cache: text", lambda: Cache.create_cpu_cache(CacheDesc(1, [1], D, Placement.HOST), ["1"]), TypeError),  # type: ignore[list-item]
-    ("cpu cache: no desc", lambda: Cache.create_cpu_cache(1, [1]), TypeError),  # type: ignore[arg-type]
+    ("cpu cache: tuple", lambda: Cache.create_cpu_cache(CacheDesc(1, [1], D, Placement.HOST), (1,)), TypeError),
+    ("cpu cache: text", lambda: Cache.create_cpu_cache(CacheDesc(1, [1], D, Placement.HOST), ["1"]), TypeError),
+    ("cpu cache: no desc", lambda: Cache.create_cpu_cache(1, [1]), TypeError),
     ("cpu cache: None", lambda: Cache.create_cpu_cache(BAD, [1]), AttributeError),
-    ("kv cache: mixed", lambda: KvCache.create_cpu_cache(CacheDesc(1, [1], D, Placement.HOST), [1, [1]]), LLMException),  # type: ignore[list-item]
+    ("kv cache: mixed", lambda: KvCache.create_cpu_cache(CacheDesc(1, [1], D, Placement.HOST), [1, [1]]), LLMException),
     ("kv cache: empty", lambda: KvCache.create_cpu_cache(CacheDesc(1, [1], D, Placement.HOST), []), LLMException),
     ("kv cache: count", lambda: KvCache.create_cpu_cache(CacheDesc(1, [1], D, Placement.HOST), [[1, 2]]), LLMException),
-    ("mem info: type", lambda: MemInfo(0, 1, 1), TypeError),  # type: ignore[arg-type]
-    ("mem info: address", lambda: MemInfo(Memtype.MEM_TYPE_HOST, "1", 1), TypeError),  # type: ignore[arg-type]
-    ("mem info: size", lambda: MemInfo(Memtype.MEM_TYPE_HOST, 1, 1.0), TypeError),  # type: ignore[arg-type]
+    ("mem info: type", lambda: MemInfo(0, 1, 1), TypeError),
+    ("mem info: address", lambda: MemInfo(Memtype.MEM_TYPE_HOST, "1", 1), TypeError),
+    ("mem info: size", lambda: MemInfo(Memtype.MEM_TYPE_HOST, 1, 1.0), TypeError),
     # Layer-wise configs
     ("cluster of None", lambda: TransferConfig(BAD, [1]), TypeError),
     ("cluster negative", lambda: TransferConfig(-1, [1]), ValueError),
     ("addresses of None", lambda: TransferConfig(1, BAD), TypeError),
-    ("address of text", lambda: TransferConfig(1, ["1"]), TypeError),  # type: ignore[list-item]
+    ("address of text", lambda: TransferConfig(1, ["1"]), TypeError),
     ("address negative", lambda: TransferConfig(1, [-1]), ValueError),
-    ("layers of list", lambda: TransferConfig(1, [1], [0]), TypeError),  # type: ignore[arg-type]
+    ("layers of list", lambda: TransferConfig(1, [1], [0]), TypeError),
     ("layers with step", lambda: TransferConfig(1, [1], range(0, 4, 2)), LLMException),
     ("layers negative", lambda: TransferConfig(1, [1], range(-1, 1)), LLMException),
     ("layers empty", lambda: TransferConfig(1, [1], range(1, 1)), LLMException),
     ("batch negative", lambda: TransferConfig(1, [1], None, -1), ValueError),
     ("batch of None", lambda: TransferConfig(1, [1], None, BAD), TypeError),
     ("key of None", lambda: TransferWithCacheKeyConfig(BAD, range(1), range(1)), TypeError),
-    ("key by request", lambda: TransferWithCacheKeyConfig(CacheKey(1, 2), range(1), range(1)), TypeError),  # type: ignore[arg-type]
+    ("key by request", lambda: TransferWithCacheKeyConfig(CacheKey(1, 2), range(1), range(1)), TypeError),
     ("no source layers", lambda: TransferWithCacheKeyConfig(BlocksCacheKey(1), None, range(1)), TypeError),
     ("no target layers", lambda: TransferWithCacheKeyConfig(BlocksCacheKey(1), range(1), None), TypeError),
     ("other length", lambda: TransferWithCacheKeyConfig(BlocksCacheKey(1), range(1), range(2)), LLMException),
@@ -599,7 +599,7 @@ def test_caches_of_the_cpu() -> None:
     assert (cache.cache_id, cache.cache_desc, cache.tensor_addrs, cache.is_blocks_cache) == (-1, desc, [1, 2], True)
     assert cache.per_device_tensor_addrs == [[1, 2]]
     for given in ([1, 2], [[1, 2]]):
-        kv = KvCache.create_cpu_cache(desc, given)  # type: ignore[arg-type]
+        kv = KvCache.create_cpu_cache(desc, given)
         assert (kv.cache_id, kv.cache_desc, kv.per_device_tensor_addrs) == (-1, desc, [[1, 2]])
     gone: list[Any] = []
 

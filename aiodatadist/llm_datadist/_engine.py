@@ -378,7 +378,13 @@ class Engine:
     # Transfers. ---------------------------------------------------------------------------------------------
 
     def transfer(
-        self, call: str, cache_id: int, key: Key, start: Callable[[CacheManager, Cache], Transfer[None]]
+        self,
+        call: str,
+        cache_id: int,
+        key: Key,
+        start: Callable[[CacheManager, Cache], Transfer[None]],
+        *,
+        reading: bool,
     ) -> None:
         """Move something between a cache of this node and one of a peer, and wait for its end.
 
@@ -392,6 +398,8 @@ class Engine:
             Of the peer's cache.
         start : callable
             Starts the transfer.
+        reading : bool
+            Whether it is a pull: a batch slot that the peer does not have counts as a missing cache then.
 
         Raises
         ------
@@ -408,9 +416,8 @@ class Engine:
                 pass  # perhaps not yet
             self._portal.run(partial(self._until_announced, begin))
         except BlockIndexError as why:
-            if why.peer is None:
+            if why.peer is None or not reading:
                 raise llm_error(call, why) from why
-            # A batch slot that the peer's cache does not have.
             raise LLMException(f"[{call}] failed: {why}", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST) from why
         except DataDistError as why:
             raise llm_error(call, why) from why

@@ -23,10 +23,13 @@ from typing import Any, TypeVar
 
 from .. import (
     BlocksCacheKey,
+    Cache,
     CacheKey,
     CacheKeyByIdAndIndex,
+    CacheManager,
     DataDistError,
     LayerGate,
+    Transfer,
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
@@ -285,18 +288,15 @@ def pull_cache_v2(cache_id: int, key: tuple[Any, ...], param: tuple[Any, ...]) -
     }
 
     def pull(engine: Engine) -> None:
-        if targets:
-            engine.transfer(
-                "pull_cache_v2", cache_id, source,
-                lambda caches, into: caches.pull_blocks(source, into, sources or None, targets, **options),
-            )  # fmt: skip
-            return
         nbytes = size if size != -1 else engine.slot_bytes(cache_id)
         slot: Any = source
-        engine.transfer(
-            "pull_cache_v2", cache_id, source,
-            lambda caches, into: caches.pull_cache(slot, into, dst_batch_index=batch_index, size=nbytes, **options),
-        )  # fmt: skip
+
+        def start(caches: CacheManager, into: Cache) -> Transfer[None]:
+            if targets:
+                return caches.pull_blocks(source, into, sources or None, targets, **options)
+            return caches.pull_cache(slot, into, dst_batch_index=batch_index, size=nbytes, **options)
+
+        engine.transfer("pull_cache_v2", cache_id, source, start, reading=True)
 
     return _status(pull, kParamInvalid)
 

@@ -156,6 +156,9 @@ class CacheManager:
     def _register(
         self, desc: CacheDesc, addrs: list[int], remote_accessible: bool | None, is_blocks: bool, **keys: Any
     ) -> Cache:
+        for address in addrs:
+            if not 0 <= address < 2**64:
+                raise TypeError(f"address {address} does not fit into 64 bits")
         device = desc.placement == Placement.DEVICE
         reachable = remote_accessible
         if reachable is None:
@@ -452,6 +455,7 @@ class CacheManager:
             cache.cache_id,
             key,
             lambda caches, into: caches.pull_cache(key, into, dst_batch_index=batch_index, size=nbytes, **layers),
+            reading=True,
         )
 
     def pull_blocks(
@@ -509,6 +513,7 @@ class CacheManager:
             dst_cache.cache_id,
             key,
             lambda caches, into: caches.pull_blocks(key, into, sources, dst_blocks, **layers),
+            reading=True,
         )
 
     # Pushing. -----------------------------------------------------------------------------------------------
@@ -562,6 +567,7 @@ class CacheManager:
             lambda caches, out_of: caches.push_cache(
                 key, out_of, src_batch_index=src_batch_index, size=nbytes, **layers
             ),
+            reading=False,
         )
 
     def push_blocks(
@@ -609,6 +615,7 @@ class CacheManager:
             src_cache.cache_id,
             key,
             lambda caches, out_of: caches.push_blocks(key, out_of, src_blocks, dst_blocks, **layers),
+            reading=False,
         )
 
     def _check_pushing(self) -> None:
