@@ -39,7 +39,7 @@ import aiodatadist as adt
 from aiodatadist.commands import COMMANDS
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", "docs/guide.md", "docs/embedding.md")
+DOCUMENTS = ("README.md", "docs/guide.md", "docs/embedding.md", "docs/migrating.md")
 PROSE = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 SECONDS = 100.0
 
@@ -227,6 +227,8 @@ def test_the_shell_commands_of_documents_exist() -> None:
                         assert name in commands, command
                         said = run([sys.executable, "-m", "aiodatadist", name, "--help"], ROOT)
                         assert all(option in said for option in options if option.startswith("--")), command
+                    case ["python", "-m", "aiodatadist.llm_datadist", "--cpu", script, *_]:
+                        assert (ROOT / script).is_file(), command
                     case ["python", script, *_]:
                         assert (ROOT / script).is_file(), command
                     case _:
