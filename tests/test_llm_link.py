@@ -456,6 +456,25 @@ async def test_strangers_do_no_harm(said: bytes, name: str, monkeypatch: pytest.
             writer.close()
 
 
+@pytest.mark.loop
+async def test_a_crowd_does_not_grow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiodatadist.llm_datadist.communicators._MOST_GUESTS", 3)
+    with base_port(monkeypatch):
+        async with nodes(1, 2) as both:
+            await both[0].link(name, {1: 0, 2: 1}, "127.0.0.1", "127.0.0.2")
+            place = next(place for place in both[0].communicators._places if isinstance(place, adt.Address))
+            silent = [await asyncio.open_connection(*place) for _ in range(3)]
+            await until(lambda: both[0].communicators._guests == 3)
+            reader, writer = await asyncio.open_connection(*place)
+            assert await reader.read() == b""
+            silent.append((reader, writer))
+            await both[1].link(name, {1: 0, 2: 1}, "127.0.0.1", "127.0.0.2")
+            for _, writer in silent:
+                writer.close()
+            for node in both:
+                await node.until(1)
+
+
 @pytest.fixture
 def llm_log(caplog: pytest.LogCaptureFixture) -> Any:
     """Return what the drop-in logs."""

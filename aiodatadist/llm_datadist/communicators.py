@@ -41,6 +41,8 @@ _DEFAULT_SECONDS: Final = 120
 _LINE_LIMIT: Final = 64 * 1024
 # How long someone who came to a meeting may take to say what for.
 _HELLO_SECONDS: Final = 5.0
+# More than all members that may come at once, and few against the limit of open files.
+_MOST_GUESTS: Final = 256
 _CONNECT_SECONDS: Final = 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
 
@@ -181,6 +183,7 @@ class Communicators:
         self._last_id = 0
         self._all: dict[int, _Communicator] = {}
         self._places: dict[str | Address, _Place] = {}
+        self._guests = 0
         self._listening: Address | None = None  # what was opened for communicators that prepare
 
     async def link(self, name: str, members: Sequence[Member], cluster_id: int) -> int:
@@ -385,14 +388,17 @@ class Communicators:
     async def _receive(self, stream: anyio.abc.SocketStream) -> None:
         """Take in someone who came."""
         async with stream:
-            if not _of_this_user(stream):
+            if not _of_this_user(stream) or self._guests >= _MOST_GUESTS:
                 return
+            self._guests += 1
             try:
                 with anyio.fail_after(_HELLO_SECONDS):
                     hello = await _read(stream, _Hello)
                 await self._answer(hello, stream)
             except (*_GONE, TimeoutError, msgspec.MsgspecError, anyio.DelimiterNotFound) as why:
                 get_logger().info("someone came and left, or is no member: %r", why)
+            finally:
+                self._guests -= 1
 
     async def _answer(self, hello: _Hello, stream: anyio.abc.SocketStream) -> None:
         led = [one for one in self._preparing() if one.leads and one.name == hello.name]
