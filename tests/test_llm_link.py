@@ -13,11 +13,15 @@ from typing import Any
 import pytest
 
 import aiodatadist as adt
-from aiodatadist.llm_datadist import LLMException, LLMStatusCode, RegisterMemStatus
+from aiodatadist.llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode, RegisterMemStatus
 from aiodatadist.llm_datadist.communicators import Communicators
 from aiodatadist.llm_datadist.rank_table import check_link_arguments, check_local_comm_res, members_of
 
-from .waiting import reserved_address, until
+from .llm_nodes import Memory, linked_ids
+from .llm_nodes import node as opened
+from .waiting import reserved_address, until, until_now
+
+pytestmark = pytest.mark.filterwarnings("ignore:Placement.DEVICE means host memory")
 
 SECONDS = 60
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
@@ -473,6 +477,70 @@ async def test_a_crowd_does_not_grow(name: str, monkeypatch: pytest.MonkeyPatch)
                 writer.close()
             for node in both:
                 await node.until(1)
+
+
+# By LLMDataDist. ----------------------------------------------------------------------------------------------
+
+
+def test_the_calls_of_a_node(name: str) -> None:
+    with opened(1) as one:
+        with pytest.raises(LLMException) as caught:
+            one.link(name, {2: 0, 3: 1}, GOOD)
+        assert caught.value.status_code == INVALID
+        for comm_id in (1, 2):
+            assert one.link(f"{name}{comm_id}", {1: 0, 2: 1}, GOOD) == comm_id
+            assert one.query_register_mem_status(comm_id) is RegisterMemStatus.PREPARING
+        for call in (one.unlink, one.query_register_mem_status):
+            for wrong, error in (("1", TypeError), (None, TypeError), (-1, ValueError), (2**64, ValueError)):
+                with pytest.raises(error):
+                    call(wrong)  # type: ignore[arg-type]
+            with pytest.raises(LLMException) as caught:
+                call(3)
+            assert caught.value.status_code == LLMStatusCode.LLM_NOT_YET_LINK
+        one.unlink(1)
+        with pytest.raises(LLMException) as caught:
+            one.query_register_mem_status(1)
+        assert caught.value.status_code == LLMStatusCode.LLM_NOT_YET_LINK
+        assert one.query_register_mem_status(2) is RegisterMemStatus.PREPARING
+        # Ids go on until the node is opened anew. The second one still waits when it is closed.
+        assert one.link(f"{name}1", {1: 0, 2: 1}, GOOD) == 3
+    with opened(1) as one:
+        assert one.link(f"{name}1", {1: 0, 2: 1}, GOOD) == 1
+
+
+def test_what_is_linked_moves_blocks_both_ways(name: str) -> None:
+    with opened(1) as first, opened(2) as second:
+        both = [(first, Memory(first, seed=1)), (second, Memory(second, seed=2))]
+        for one, _ in both:
+            assert one.link(name, {1: 0, 2: 1}, GOOD) == 1
+        for one, _ in both:
+            until_now(lambda one=one: one.query_register_mem_status(1) is RegisterMemStatus.OK)
+        for (one, mine), (other, theirs) in (both, both[::-1]):
+            one.cache_manager.pull_blocks(BlocksCacheKey(other.cluster_id), mine.cache, [3], [5])
+            assert all((here[5] == there[3]).all() for here, there in zip(mine.tensors, theirs.tensors, strict=True))
+        # Caches that come later are not for peers, unless the node is opened anew.
+        late = Memory(first, model=1)
+        with pytest.raises(LLMException) as caught:
+            second.cache_manager.pull_blocks(BlocksCacheKey(1, 1), both[1][1].cache, [0], [0])
+        assert caught.value.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+        with pytest.raises(LLMException) as caught:
+            first.cache_manager.pull_blocks(BlocksCacheKey(2), late.cache, [0], [0])
+        assert caught.value.status_code == INVALID
+        for one, _ in both:
+            one.unlink(1)
+            assert not linked_ids(one)
+
+
+def test_not_with_hixl(name: str) -> None:
+    with opened(1, transfer_backend="hixl", enable_remote_cache_accessible=True, listen_ip_info="127.0.0.1:0") as one:
+        for call in (
+            lambda: one.link(name, {1: 0, 2: 1}, GOOD),
+            lambda: one.unlink(1),
+            lambda: one.query_register_mem_status(1),
+        ):
+            with pytest.raises(LLMException) as caught:
+                call()
+            assert caught.value.status_code == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
 
 
 @pytest.fixture
