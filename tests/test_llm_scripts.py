@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 
+import aiodatadist as adt
+from aiodatadist.llm_datadist import host_npu
+
+from .pairs import OWNER, linked, pattern
 from .waiting import PATIENCE
 
 ROOT = Path(__file__).parent.parent
@@ -375,3 +379,17 @@ def test_torch_on_host_memory(nursery: Nursery, torch_nursery: Nursery, tmp_path
     assert (status, out) == (0, "with torch\n"), err
     status, out, err = run_script(nursery, tmp_path, TORCH.format(imported=False), "--cpu")
     assert (status, out) == (0, "with torch\n"), err
+
+
+@pytest.mark.loop
+async def test_events_on_host_memory_say_that_layers_are_computed() -> None:
+    async with linked() as pair:
+        there = await pair.offer(pattern(1, (8, 64), tensors=4))
+        here = await pair.take(pattern(2, (8, 64), tensors=4))
+        events = [host_npu.Event() for _ in range(2)]
+        for event in events:
+            event.record()
+        target = adt.TransferWithCacheKeyConfig(adt.BlocksCacheKey(OWNER))
+        assert len(await pair.user.cache_manager.transfer_cache_async(here, events, [target], [1, 2], [5, 6])) == 1
+        for sent, landed in zip(here.tensors, there.tensors, strict=True):
+            assert (sent[[1, 2]] == landed[[5, 6]]).all()
