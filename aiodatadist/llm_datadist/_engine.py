@@ -24,6 +24,7 @@ from .. import (
     CacheKeyByIdAndIndex,
     CacheManager,
     CacheNotFound,
+    ClosedError,
     ClusterInfo,
     Config,
     DataDist,
@@ -524,6 +525,8 @@ class Engine:
     def _usable(self, call: str, cache_id: int, *, remotely: bool) -> Cache:
         """Return a cache of this node that can be moved from or to."""
         held = self._held.get(cache_id)
+        if held is None and self._portal.closed:
+            raise llm_error(call, ClosedError("it is finalized"))
         if held is None:
             raise LLMException(
                 f"[{call}] failed: there is no cache {cache_id} here", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST

@@ -65,17 +65,24 @@ class Portal:
                 hint="start workers with spawn, or fork before init",
             )
         call = _Call(start, self._running)
-        with self._gate:
-            if self._closed:
-                raise ClosedError("it is finalized")
-            self._loop.call_soon_threadsafe(call.begin)
         try:
+            with self._gate:
+                if self._closed:
+                    raise ClosedError("it is finalized")
+                self._loop.call_soon_threadsafe(call.begin)
             call.wait()
-        except BaseException:  # KeyboardInterrupt, or whatever else a signal handler raises
+        except ClosedError:
+            raise
+        except BaseException:  # KeyboardInterrupt, or whatever else a signal handler raises, at any place above
             self._loop.call_soon_threadsafe(call.cancel)
             call.wait()
             raise
         return call.result()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more calls."""
+        return self._closed
 
     def soon(self, callback: Callable[[], object]) -> None:
         """Have a function called in the loop's thread, without waiting. Nothing where the portal is closed."""
@@ -113,13 +120,14 @@ class Portal:
 class _Call(Generic[T]):
     """One call: begun, cancelled and ended in the loop's thread, waited for in the caller's."""
 
-    __slots__ = ("_ended", "_error", "_future", "_result", "_running", "_start")
+    __slots__ = ("_begun", "_ended", "_error", "_future", "_result", "_running", "_start")
 
     _result: T
 
     def __init__(self, start: Callable[[], Awaitable[T]], running: set[asyncio.Future[Any]]) -> None:
         self._start = start
         self._running = running
+        self._begun = False
         self._future: asyncio.Future[T] | None = None
         self._error: BaseException | None = None
         # A bare lock: waiting for it is what a signal can interrupt at the least cost.
@@ -127,6 +135,9 @@ class _Call(Generic[T]):
         self._ended.acquire()
 
     def begin(self) -> None:
+        if self._begun:
+            return  # cancelled before
+        self._begun = True
         try:
             future = asyncio.ensure_future(self._start())
         except BaseException as why:  # whatever it is, the caller waits for it
@@ -141,7 +152,10 @@ class _Call(Generic[T]):
         future.add_done_callback(self._end)
 
     def cancel(self) -> None:
-        if self._future is not None:
+        if not self._begun:
+            self._begun = True
+            self._ended.release()
+        elif self._future is not None:
             self._future.cancel()
 
     def _end(self, future: asyncio.Future[T]) -> None:
@@ -155,7 +169,8 @@ class _Call(Generic[T]):
         self._ended.release()
 
     def wait(self) -> None:
-        self._ended.acquire()
+        with self._ended:  # given back, so that one who was interrupted may wait again
+            pass
 
     def result(self) -> T:
         if self._error is not None:
