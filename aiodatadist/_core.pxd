@@ -54,6 +54,7 @@ cdef extern from "layers.hpp" namespace "adt" nogil:
         uint32_t layers()
         cbool recorded(uint32_t layer)
         uint32_t count()
+        size_t waiting()
         CGateOutcome record(uint32_t layer) except +
         CGateOutcome fail(uint32_t layer) except +
 
@@ -165,7 +166,7 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
     cdef cppclass CLayerRequest "adt::LayerRequest":
         shared_ptr[CGate] gate
         uint32_t first_layer
-        uint32_t remote_layer
+        uint32_t per_layer
         vector[CLayerTensor] tensors
         vector[uint32_t] starts
         adt_geometry_t remote_view
@@ -187,6 +188,9 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
         uint64_t bytes_done
         uint64_t bytes_total
         const char *path
+        cbool at_gate
+        uint32_t layers_landed
+        uint32_t layers
 
     cdef struct CLeaseRow "adt::LeaseRow":
         uint64_t id
@@ -414,6 +418,7 @@ cdef class Gate:
     cdef object __weakref__
     cdef shared_ptr[CRecorder] recorder
     cdef readonly dict failures
+    cdef int check_not_forked(self) except -1
     cdef uint32_t number(self, layer) except? 0xFFFFFFFF
 
 cdef class LayerSignal:

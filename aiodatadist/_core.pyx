@@ -585,12 +585,16 @@ cdef class Node:
             pinned.pop(self.node.get().id, None)
 
     def pending(self):
-        """Every unfinished operation: (id, peer id, cache id, opcode, stop status, age s, bytes done, total, path)."""
+        """Every unfinished operation.
+
+        (id, peer id, cache id, opcode, stop status, age s, bytes done, total, path, whether it waits at a gate, layers
+        that have landed, layers). No layers: it is not layer-wise.
+        """
         cdef vector[CPendingRow] rows = self.engine.get().pending(self.node)
         result = []
         for row in rows:
             result.append((row.op, row.peer, row.cache, <int>row.opcode, row.stop, row.age_ns * 1e-9, row.bytes_done,
-                           row.bytes_total, row.path.decode()))
+                           row.bytes_total, row.path.decode(), bool(row.at_gate), row.layers_landed, row.layers))
         return result
 
     def hold(self, uint64_t lease_id, uint64_t cache_id, double ttl, cluster_id=None):
@@ -862,10 +866,15 @@ cdef class Gate:
     def num_layers(self):
         return self.recorder.get().gate().get().layers()
 
-    cdef uint32_t number(self, layer) except? 0xFFFFFFFF:
-        cdef long long number = -1
+    cdef int check_not_forked(self) except -1:
+        # A thread that does not exist here may hold the lock.
         if in_forked_child():
             raise ForkedError("this process was forked while a DataDist was open; its gates record nothing")
+        return 0
+
+    cdef uint32_t number(self, layer) except? 0xFFFFFFFF:
+        cdef long long number = -1
+        self.check_not_forked()
         if isinstance(layer, bool):
             raise ArgumentTypeError(f"layer must be an integer, got {layer}")
         try:
@@ -906,7 +915,14 @@ cdef class Gate:
     @property
     def count(self):
         """Number of recorded layers."""
+        self.check_not_forked()
         return self.recorder.get().gate().get().count()
+
+    @property
+    def waiting(self):
+        """Number of transfers in the engine that wait for further layers, one for each cache that a target lies in."""
+        self.check_not_forked()
+        return self.recorder.get().gate().get().waiting()
 
     def native(self, layer):
         cdef LayerSignal signal = LayerSignal.__new__(LayerSignal)
@@ -934,7 +950,7 @@ cdef class LayerSignal:
     @property
     def pending(self):
         """Whether it has neither been called nor released."""
-        return layer_signal_pending(self.context)
+        return not in_forked_child() and layer_signal_pending(self.context)
 
     def release(self):
         """Give it up: a call that comes later does nothing."""
@@ -1129,14 +1145,15 @@ cdef class Pair:
                               self.remote.transport == "local")
         raise error_from_native(result.status, transport=self.remote.transport)
 
-    def submit_layers(self, part, local_side, remote_side, Gate gate, uint32_t first_layer, uint32_t remote_layer,
+    def submit_layers(self, part, local_side, remote_side, Gate gate, uint32_t first_layer, uint32_t per_layer,
                       tensors, starts, view, double timeout):
         """Start writing layer by layer, as `gate` records them, and drive `part`, which holds the pins until its end.
 
         `tensors` holds (local tensor, remote tensor, byte offset there) of all layers, those of layer ``i`` from
-        ``starts[i]`` to ``starts[i + 1]``. Layer 0 is the gate's `first_layer` and the peer's `remote_layer`. `view` is
-        the geometry by which `remote_side` counts, as for `checked_sides`. `part` is told as for `submit`, always by
-        way of the ring, and before its end by `_native_layer(layer, ns since its recording)` of each that has landed.
+        ``starts[i]`` to ``starts[i + 1]``. Layer 0 is the gate's `first_layer`; the peer hears of layers of `per_layer`
+        of its tensors. `view` is the geometry by which `remote_side` counts, as for `checked_sides`. `part` is told as
+        for `submit`, always by way of the ring, and before its end by `_native_layer(layer, ns since its recording)` of
+        each that has landed.
         """
         cdef CTransferRequest *request = &self.request
         cdef CLayerRequest wanted
@@ -1154,7 +1171,7 @@ cdef class Pair:
             ring.reading = False
         wanted.gate = gate.recorder.get().gate()
         wanted.first_layer = first_layer
-        wanted.remote_layer = remote_layer
+        wanted.per_layer = per_layer
         for tensor.local, tensor.remote, tensor.base in tensors:
             wanted.tensors.push_back(tensor)
         wanted.starts = starts

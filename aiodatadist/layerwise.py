@@ -118,7 +118,7 @@ class _Work(NamedTuple):
     local: Any
     remote: Any
     first_layer: int
-    remote_layer: int
+    per_layer: int
     tensors: list[tuple[int, int, int]]
     starts: list[int]
     view: tuple[int, int, int, int]
@@ -162,6 +162,7 @@ class _Target(Transfer[None]):
     """The transfer to one target. Ends when all its parts are quiet."""
 
     __slots__ = (
+        "_addresses",
         "_at_end",
         "_failures",
         "_landed",
@@ -170,18 +171,21 @@ class _Target(Transfer[None]):
         "_parts_left",
         "_status",
         "_task",
+        "_works",
         "config",
         "index",
         "layers_done",
     )
 
-    def __init__(self, task: TransferTask, index: int, config: Config, layers: range) -> None:
+    def __init__(self, task: TransferTask, index: int, config: Config, layers: range, addresses: list[int]) -> None:
         super().__init__(loop=task.get_loop())
         self._task = task
         self.index = index
         self.config = config
         self.layers_done = 0
         self._layers = layers
+        self._addresses = addresses
+        self._works = 0
         self._landed: dict[int, int] = {}
         self._parts: list[_Part] = []
         self._parts_left = 0
@@ -204,14 +208,14 @@ class _Target(Transfer[None]):
         self._started = time.monotonic()
         self._counters = counters = link._counters
         counters.started += 1
-        self._parts_left = len(works)
+        self._parts_left = self._works = len(works)
         failure: DataDistError | None = None
         for work in works:
             part = _Part(self)
             if failure is None:
                 try:
                     work.pair.submit_layers(
-                        part, work.local, work.remote, source.gate, work.first_layer, work.remote_layer, work.tensors,
+                        part, work.local, work.remote, source.gate, work.first_layer, work.per_layer, work.tensors,
                         work.starts, work.view, seconds,
                     )  # fmt: skip
                     self._parts.append(part)
@@ -219,12 +223,10 @@ class _Target(Transfer[None]):
                 except DataDistError as why:
                     failure = why
             self._parts_left -= 1
-        if failure is None:
-            return
-        self._at_end = failure
-        if self._parts_left:
+        if failure is not None:
+            self._at_end = failure
             self._stop()
-        else:
+        if not self._parts_left:
             self._end()
 
     def _stop(self) -> None:
@@ -232,7 +234,7 @@ class _Target(Transfer[None]):
             part.cancel()
 
     def _layer_landed(self, layer: int, elapsed_ns: int) -> None:
-        left = self._landed.get(layer, len(self._parts)) - 1
+        left = self._landed.get(layer, self._works) - 1
         self._landed[layer] = left
         if left == 0:
             self.layers_done += 1
@@ -256,7 +258,8 @@ class _Target(Transfer[None]):
         if error is None or self.done():
             self._native_done(self._status, nbytes)
             return
-        self._count(error, nbytes)
+        self._native = None  # lets go of the caches
+        self._count(asyncio.CancelledError() if self.cancelling() else error, nbytes)
         self._fail(error)
 
     def _layer_error(self, nbytes: int) -> LayerFailed:
@@ -284,7 +287,7 @@ class TransferTask(Transfer[list[LayerTransferResult]]):
     a target is in its result and does not raise; only a cancel does. Cancelling drains all targets.
     """
 
-    __slots__ = ("_log", "_readers", "_source", "_targets", "_times")
+    __slots__ = ("_log", "_readers", "_source", "_targets", "_times", "_unfinished")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop=loop)
@@ -293,6 +296,7 @@ class TransferTask(Transfer[list[LayerTransferResult]]):
         self._times: list[int] = []
         self._readers: list[asyncio.Future[None]] = []
         self._source: OpenSource | None = None
+        self._unfinished = 0  # targets
         self._peer = None
         self._pull = False
         self._on_cancel = self._cancel_targets
@@ -367,7 +371,8 @@ class TransferTask(Transfer[list[LayerTransferResult]]):
     def _target_done(self, target: asyncio.Future[None]) -> None:
         if not target.cancelled():
             target.exception()  # is in the results
-        if any(not one.done() for one in self._targets):
+        self._unfinished -= 1
+        if self._unfinished:
             return
         if self._source is not None:
             self._source.close()
@@ -413,7 +418,7 @@ def start(
     if isinstance(targets, (str, bytes, Mapping)) or not isinstance(targets, Sequence):
         raise ArgumentTypeError(f"targets must be a sequence of configs, got {type(targets).__name__}")
     configs = list(targets)
-    ranges = [
+    checked = [
         _check_config(config, i, cache, num_layers, count, source_list, destination_list)
         for i, config in enumerate(configs)
     ]
@@ -425,12 +430,13 @@ def start(
         raise ArgumentError(
             f"notify has {len(payload)} bytes, more than {most}", hint="send a reference, or raise notify_max_bytes"
         )
-    needed = sorted({layer for layers_of in ranges for layer in layers_of})
+    needed = sorted({layer for layers_of, _ in checked for layer in layers_of})
     source = open_source(layers, needed, num_layers, manager._runtime, seconds)
 
     task = TransferTask(manager._loop)
     task._source = source
-    task._targets = [_Target(task, i, config, ranges[i]) for i, config in enumerate(configs)]
+    task._targets = [_Target(task, i, config, *checked[i]) for i, config in enumerate(configs)]
+    task._unfinished = len(configs)
     if configs:
         task._peer = _cluster_of(configs[0])
     for target in task._targets:
@@ -494,8 +500,8 @@ def _check_config(
     per_layer: int,
     src_blocks: tuple[int, ...] | None,
     dst_blocks: tuple[int, ...] | None,
-) -> range:
-    """Check what is wrong with a config whatever the peer has, and return its layers of the source cache."""
+) -> tuple[range, list[int]]:
+    """Check what is wrong with a config whatever the peer has; return its source layers and a copy of its addresses."""
     name = f"targets[{index}]"
     if not isinstance(config, (TransferConfig, TransferWithCacheKeyConfig)):
         raise ArgumentTypeError(
@@ -512,19 +518,21 @@ def _check_config(
             hint="give an index below the cache's number of batch slots",
         )
     layers = layer_range(config.src_layer_range, f"{name}.src_layer_range", num_layers, "local")
+    addresses: list[int] = []
     if isinstance(config, TransferConfig):
         as_integer(config.dst_cluster_id, f"{name}.dst_cluster_id")
         cluster = int(config.dst_cluster_id)
         if isinstance(config.dst_addrs, (str, bytes, Mapping)) or not isinstance(config.dst_addrs, Sequence):
             raise ArgumentTypeError(f"{name}.dst_addrs must be a sequence of addresses")
-        if len(config.dst_addrs) != len(layers) * per_layer:
+        addresses = [
+            as_integer(address, f"{name}.dst_addrs[{at}]", low=1) for at, address in enumerate(config.dst_addrs)
+        ]
+        if len(addresses) != len(layers) * per_layer:
             raise ArgumentError(
-                f"{name}.dst_addrs has {len(config.dst_addrs)} addresses, and its {len(layers)} layers have "
+                f"{name}.dst_addrs has {len(addresses)} addresses, and its {len(layers)} layers have "
                 f"{len(layers) * per_layer} tensors",
                 hint="give one address for each tensor",
             )
-        for at, address in enumerate(config.dst_addrs):
-            as_integer(address, f"{name}.dst_addrs[{at}]", low=1)
     else:
         if not isinstance(config.cache_key, (BlocksCacheKey, CacheKeyByIdAndIndex, CacheKey)):
             raise ArgumentTypeError(
@@ -553,7 +561,7 @@ def _check_config(
     own = cache._manager()
     if own is not None and cluster == own._dd.cluster_id:
         raise ArgumentError(f"{name}: cluster {cluster} is this DataDist itself", hint="use copy_cache or copy_blocks")
-    return layers
+    return layers, addresses
 
 
 class Starter:
@@ -648,7 +656,7 @@ class Starter:
                 if self._payload is not None:
                     target._then = notifier(manager, link, self._payload, left)
                 works = (
-                    self._by_address(manager, link, target.config, target._layers)
+                    self._by_address(manager, link, target.config, target._layers, target._addresses)
                     if isinstance(target.config, TransferConfig)
                     else self._by_key(manager, link, target.config, target._layers)
                 )
@@ -690,17 +698,19 @@ class Starter:
         sides = resolve(named, cache, entry, slot)
         return [
             _Work(
-                manager._pair(entry, cache), sides.local, sides.remote, layers.start, sides.remote_tensor // per_layer,
+                manager._pair(entry, cache), sides.local, sides.remote, layers.start, per_layer,
                 [(sides.local_tensor + i, sides.remote_tensor + i, 0) for i in range(sides.num_tensors)],
                 list(range(0, sides.num_tensors + 1, per_layer)),
                 _view(entry),
             )
         ]  # fmt: skip
 
-    def _by_address(self, manager: CacheManager, link: Link, config: TransferConfig, layers: range) -> list[_Work]:
+    def _by_address(
+        self, manager: CacheManager, link: Link, config: TransferConfig, layers: range, addresses: list[int]
+    ) -> list[_Work]:
         cache, per_layer = self._cache, self._per_layer
         here = cache.geometry
-        places = [self._place(link, config, i) for i in range(len(config.dst_addrs))]
+        places = [self._place(link, address, i) for i, address in enumerate(addresses)]
         entries: dict[int, RemoteEntry] = {entry.cache_id: entry for entry, _, _ in places}
         works = []
         for entry in entries.values():
@@ -724,7 +734,7 @@ class Starter:
                 block_bytes, stride = here.block_bytes, here.stride
             if room < block_bytes:
                 raise BlockIndexError(
-                    f"{block_bytes} bytes from {config.dst_addrs[bases.index(max(bases))]:#x} on reach beyond the "
+                    f"{block_bytes} bytes from {max(bases):#x} of a tensor on reach beyond the "
                     f"tensors of the peer's cache {entry.cache_id}",
                     peer=link.cluster_id,
                     hint="give the addresses of the peer's tensors, or of one batch slot in them",
@@ -738,15 +748,13 @@ class Starter:
                 starts.append(len(tensors))
             works.append(
                 _Work(
-                    manager._pair(entry, cache), local, remote, layers.start,
-                    tensors[0][1] // per_layer if tensors else 0, tensors, starts,
+                    manager._pair(entry, cache), local, remote, layers.start, per_layer, tensors, starts,
                     (there.num_tensors, (room - block_bytes) // stride + 1, block_bytes, stride),
                 )
             )  # fmt: skip
         return works
 
-    def _place(self, link: Link, config: TransferConfig, index: int) -> tuple[RemoteEntry, int, int]:
-        address = int(config.dst_addrs[index])
+    def _place(self, link: Link, address: int, index: int) -> tuple[RemoteEntry, int, int]:
         found = link._remote.find_address(address)
         if found is None:
             raise CacheNotFound(

@@ -23,7 +23,7 @@ CASES = (
     ("sim", "step"),
 )
 OK, BOUNDS, CANCELLED, TIMEOUT, PEER_LOST, ABORTED, CLOSED, FENCED = 0, -3, -6, -7, -8, -9, -10, -15
-NOT_FOUND, PERMISSION, PROTOCOL = -2, -4, -14
+NOT_FOUND, PERMISSION, PROTOCOL, LAYER_FAILED = -2, -4, -14, -20
 SECOND = 1_000_000_000
 STEPS = 100_000
 
@@ -40,10 +40,16 @@ class Call:
         self.status: int | None = None
         self.done = 0
         self.then = then
+        self.landed: list[int] = []
 
     def _native_started(self, native: _core.Pair, op: int, nbytes: int) -> None:
         assert self.nbytes == -1, "started twice"
         self.op, self.nbytes = op, nbytes
+
+    def _native_layer(self, layer: int, elapsed_ns: int) -> None:
+        assert self.status is None, "a layer after the end"
+        assert layer not in self.landed, "landed twice"
+        self.landed.append(layer)
 
     def _native_done(self, status: int, nbytes: int) -> None:
         assert self.status is None, "ended twice"
@@ -199,6 +205,7 @@ class Rig:
                 transports=["shm", "tcp"] if shm else [self.transport],
                 dialed=i == 0,
                 cluster_id=(2, 1)[i],
+                layers_told=True,
             )
             fd = -1 if self.stepped else side.peer.loop_fd()
             if fd >= 0:
@@ -280,6 +287,26 @@ class Rig:
         self.run(lambda: call.ended)
         return call
 
+    def start_layers(
+        self,
+        pair: _core.Pair,
+        gate: _core.Gate,
+        local: Sequence[int],
+        remote: Sequence[int],
+        layers: Sequence[Sequence[tuple[int, int, int]]],
+        *,
+        first_layer: int = 0,
+        per_layer: int = 1,
+        view: Geometry,
+        timeout: float = 0.0,
+    ) -> Call:
+        """Start a write layer by layer: `layers` holds (local tensor, remote tensor, offset) of each tensor of each."""
+        call = Call()
+        tensors = [tensor for layer in layers for tensor in layer]
+        starts = list(itertools.accumulate((len(layer) for layer in layers), initial=0))
+        pair.submit_layers(call, local, remote, gate, first_layer, per_layer, tensors, starts, view, timeout)
+        return call
+
     def fence(self, side: Side) -> Event:
         token = side.to_peer.fence()
         self.run(lambda: side.seen(_core.EVENT_FENCED, token))
@@ -316,6 +343,7 @@ def rig(path: str, mode: str = "threads", **options: Any) -> Iterator[Rig]:
 
 HEARTBEAT, PING, PONG, ABORT, ENDED, FENCE, FENCE_DONE, DISCONNECT, GOODBYE = range(9)
 ADOPT, RELEASE, LEASE_ANSWER, RENEW, LEASE_OVER = range(9, 14)
+LAYER = 14
 READ_FRAME, WRITE_FRAME, READ_DONE, WRITE_DONE = 1, 2, 3, 4
 MAGIC = 0x31465441
 MESSAGE = struct.Struct("<BBHiQQQ")

@@ -486,7 +486,7 @@ def test_pings_are_answered_natively(h: Hand) -> None:
     h.run(lambda: h.side.seen(_core.EVENT_PONG, token))
 
 
-@pytest.mark.parametrize("kind", [14, 15, 127, 128, 255])
+@pytest.mark.parametrize("kind", [15, 16, 127, 128, 255])
 def test_unknown_messages_end_the_link(h: Hand, kind: int) -> None:
     h.say(message(kind))
     assert h.lost() == PROTOCOL

@@ -493,18 +493,20 @@ Op &Engine::admit(const TransferRequest &request, uint64_t bytes, std::vector<Ru
 
 // Has an operation with something to cut wait for its turns; it may be gone afterwards.
 void Engine::enqueue(Section &s, Op &op) {
-    if (op.queued || op.held) return;
-    // A write that was ended by force still has a frame on the wire, which fills the owner's blocks to its end. One
-    // that came to the same blocks over another connection in between would be lost after it had ended well.
-    if (op.opcode == ADT_WRITE && op.peer->leftovers.count(op.remote->id) != 0) {
-        op.held = true;
-        op.peer->held.push_back(&op);
-        return;
-    }
+    if (op.queued || op.held || hold_back(op)) return;
     Lane &lane = lane_of(op);
     op.place = lane.ready.insert(lane.ready.end(), &op);
     op.queued = true;
     pump(s, lane);
+}
+
+// A write that was ended by force still has a frame on the wire, which fills the owner's blocks to its end. One that
+// came to the same blocks over another connection in between would be lost after it had ended well.
+bool Engine::hold_back(Op &op) {
+    if (op.opcode != ADT_WRITE || op.peer->leftovers.count(op.remote->id) == 0) return false;
+    op.held = true;
+    op.peer->held.push_back(&op);
+    return true;
 }
 
 // The last of a cache's writes that were ended by force has left the wire.
@@ -572,7 +574,7 @@ Lane &Engine::lane_of(const Op &op) {
     return (transports_[t].ops->flags & ADT_TRANSPORT_SHARED_QUEUE) != 0 ? transports_[t].lane : op.peer->lanes[t];
 }
 
-// Cuts the next batch off an operation, of one layer where there are layers. Returns true while more can be cut now.
+// Cuts the next batch off an operation, of one layer where there are layers. Returns true while more is left of that.
 bool Engine::cut(Op &op, Batch &batch) {
     const adt_path_t &path = op.remote->path;
     LayerWork *const work = op.layers.get();
@@ -629,7 +631,8 @@ bool Engine::cut(Op &op, Batch &batch) {
     if (op.at_tensor < last) return true;
     layer->all_cut = true;
     work->begun = false;
-    return ++work->next < work->ready.size();
+    ++work->next;
+    return false;
 }
 
 void Engine::pump(Section &s, Lane &lane) {
@@ -641,9 +644,19 @@ void Engine::pump(Section &s, Lane &lane) {
             stop_op(s, op, ADT_ERR_TIMEOUT);
             continue;
         }
+        // A layer may have been recorded after the end by force of a write that began after this operation.
+        if (op.layers && !op.layers->begun && hold_back(op)) {
+            lane.ready.erase(op.place);
+            op.queued = false;
+            continue;
+        }
         const Transport &transport = transports_[op.remote->transport];
         Batch *batch = take_batch();
-        const bool more = cut(op, *batch);
+        bool more = cut(op, *batch);
+        if (op.layers && !more) {
+            land_empty(s, op);
+            more = op.layers->next < op.layers->ready.size();
+        }
         if (more) {
             lane.ready.splice(lane.ready.end(), lane.ready, op.place);  // the next operation's turn
         } else {
@@ -718,6 +731,7 @@ void Engine::poll_transport(unsigned index) {
 void Engine::stop_op(Section &s, Op &op, adt_status_t status) {
     if (op.stop != ADT_OK || op.reported) return;
     op.stop = status;
+    leave_gate(op);
     if (op.queued) {
         lane_of(op).ready.erase(op.place);
         op.queued = false;
@@ -809,8 +823,11 @@ std::vector<PendingRow> Engine::pending(const std::shared_ptr<Node> &node) {
     const uint64_t now = clock_.now_ns();
     for (const auto &[id, op] : ops_) {
         if (op->peer->node != node) continue;
+        const LayerWork *const work = op->layers.get();
+        const bool at_gate = work != nullptr && work->waiting && work->next == work->ready.size() && op->inflight == 0;
         rows.push_back({id, op->peer->id, op->remote->id, op->opcode, op->stop, now - op->started_ns, op->bytes_done,
-                        op->bytes_total, op->remote->path.name});
+                        op->bytes_total, op->remote->path.name, at_gate, work != nullptr ? work->landed : 0,
+                        work != nullptr ? static_cast<uint32_t>(work->layers.size()) : 0});
     }
     return rows;
 }

@@ -172,15 +172,17 @@ struct LayerWork {
         uint64_t recorded_ns = 0;
     };
     std::shared_ptr<Gate> gate;
-    uint32_t first_layer = 0;   // the gate's number of layer 0 here
-    uint32_t remote_layer = 0;  // the owner's
+    uint32_t first_layer = 0;  // the gate's number of layer 0 here
+    uint32_t per_layer = 1;    // tensors that make a layer of the owner's
     std::vector<LayerTensor> tensors;
     std::vector<Layer> layers;
+    bool waiting = false;         // the gate calls when it logs something
     size_t entries_read = 0;      // of the gate's log
     std::vector<uint32_t> ready;  // recorded layers, in their order
     size_t next = 0;              // the one of them that is being cut
     bool begun = false;           // ... of which something is cut
     uint32_t landed = 0;
+    uint32_t untold = 0;  // layers with tensors in this cache that have not landed
 };
 
 struct Op : Counted<Live::operation> {
@@ -415,6 +417,9 @@ struct PendingRow {
     uint64_t bytes_done;
     uint64_t bytes_total;
     const char *path;
+    bool at_gate;  // it has nothing to move until a layer is recorded
+    uint32_t layers_landed;
+    uint32_t layers;  // 0: all may go at once
 };
 
 struct TransferRequest {
@@ -437,7 +442,7 @@ struct TransferRequest {
 struct LayerRequest {
     std::shared_ptr<Gate> gate;
     uint32_t first_layer = 0;
-    uint32_t remote_layer = 0;
+    uint32_t per_layer = 1;
     std::vector<LayerTensor> tensors;
     std::vector<uint32_t> starts;  // the first tensor of each layer, and the number of all
     adt_geometry_t remote_view{};  // how the remote side counts blocks, from the base of each tensor on
@@ -557,8 +562,8 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
     SubmitResult submit(const TransferRequest &request);
     // A write whose layers go as the gate lets them; an event with the cookie follows for each, and one for the end.
     SubmitResult submit_layers(const TransferRequest &request, const LayerRequest &wanted);
-    // Called by a gate in the recording thread. False: the operation wants no more of it.
-    bool read_gate(uint64_t op_id);
+    // Called by a gate in the recording thread.
+    void read_gate(uint64_t op_id);
     void cancel(uint64_t op_id);
     bool progress(uint64_t op_id, uint64_t *done, uint64_t *total);
     std::string last_error(unsigned transport);
@@ -600,6 +605,7 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
     void settle(Section &s, Op &op);
     void report(Section &s, Op &op);
     void retire(Section &s, Op &op);
+    static bool hold_back(Op &op);
     void release_held(Peer &peer, uint64_t cache);
     Batch *take_batch();
     void give_batch(Batch *batch);
@@ -610,7 +616,9 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
                        const std::function<void(const adt_transport_ops_t *, adt_transport_h, adt_endpoint_h)> &use);
 
     // layers.cpp
-    bool follow_gate(Section &s, Op &op);
+    void follow_gate(Section &s, Op &op);
+    void leave_gate(const Op &op);
+    void land_empty(Section &s, Op &op);
     void land_layer(Section &s, Op &op, uint32_t layer);
     void stop_at_gates(Section &s, Peer &peer, const LocalCache *local, uint64_t remote, adt_status_t status);
 

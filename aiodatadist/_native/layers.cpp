@@ -98,30 +98,30 @@ Gate::Outcome Gate::log(uint32_t layer, bool failed) {
 // Has every waiting operation look at the log. It may hear of several layers at once, and of one twice: the place up to
 // which it has read decides.
 void Gate::tell() {
-    std::vector<Waiter> waiters;
+    std::vector<std::pair<uint64_t, std::weak_ptr<Engine>>> waiters;
     {
         const std::lock_guard<std::mutex> lock(mu_);
-        waiters = waiters_;
+        waiters.reserve(waiters_.size());
+        for (const auto &[waiter, engine] : waiters_) waiters.emplace_back(waiter.second, engine);
     }
-    const auto same = [](const Waiter &a, const Waiter &b) {
-        return a.op == b.op && !a.engine.owner_before(b.engine) && !b.engine.owner_before(a.engine);
-    };
-    std::vector<Waiter> ended;
-    for (const Waiter &waiter : waiters) {
-        const std::shared_ptr<Engine> engine = waiter.engine.lock();
-        if (!engine || !engine->read_gate(waiter.op)) ended.push_back(waiter);
+    for (const auto &[op, weak] : waiters) {
+        if (const std::shared_ptr<Engine> engine = weak.lock()) engine->read_gate(op);
     }
-    if (ended.empty()) return;
-    const std::lock_guard<std::mutex> lock(mu_);
-    const auto gone = [&](const Waiter &kept) {
-        return std::any_of(ended.begin(), ended.end(), [&](const Waiter &one) { return same(one, kept); });
-    };
-    waiters_.erase(std::remove_if(waiters_.begin(), waiters_.end(), gone), waiters_.end());
 }
 
 void Gate::subscribe(const std::shared_ptr<Engine> &engine, uint64_t op) {
     const std::lock_guard<std::mutex> lock(mu_);
-    waiters_.push_back({engine, op});
+    waiters_.insert_or_assign({engine.get(), op}, engine);
+}
+
+void Gate::leave(const Engine *engine, uint64_t op) {
+    const std::lock_guard<std::mutex> lock(mu_);
+    waiters_.erase({engine, op});
+}
+
+size_t Gate::waiting() {
+    const std::lock_guard<std::mutex> lock(mu_);
+    return waiters_.size();
 }
 
 void Gate::read(size_t from, std::vector<Entry> &out) {
@@ -183,7 +183,8 @@ SubmitResult Engine::submit_layers(const TransferRequest &request, const LayerRe
         result.status = ADT_ERR_BOUNDS;
         return result;
     }
-    if (wanted.starts.empty() || wanted.starts.back() != wanted.tensors.size()) {
+    if (wanted.per_layer == 0 || wanted.starts.empty() || wanted.starts.front() != 0 ||
+        !std::is_sorted(wanted.starts.begin(), wanted.starts.end()) || wanted.starts.back() != wanted.tensors.size()) {
         result.status = ADT_ERR_GEOMETRY;
         return result;
     }
@@ -207,13 +208,14 @@ SubmitResult Engine::submit_layers(const TransferRequest &request, const LayerRe
     auto work = std::make_unique<LayerWork>();
     work->gate = wanted.gate;
     work->first_layer = wanted.first_layer;
-    work->remote_layer = wanted.remote_layer;
+    work->per_layer = wanted.per_layer;
     work->tensors = wanted.tensors;
     const size_t layers = wanted.starts.size() - 1;
     work->layers.resize(layers);
     for (size_t i = 0; i < layers; ++i) {
         work->layers[i].first = wanted.starts[i];
         work->layers[i].last = wanted.starts[i + 1];
+        if (wanted.starts[i] != wanted.starts[i + 1]) ++work->untold;
     }
 
     Section s(*this);
@@ -229,23 +231,29 @@ SubmitResult Engine::submit_layers(const TransferRequest &request, const LayerRe
         settle(s, op);
         return result;
     }
+    // Before it looks, so that nothing is logged in between unheard.
+    op.layers->waiting = true;
     wanted.gate->subscribe(shared_from_this(), op.id);
     follow_gate(s, op);
     return result;
 }
 
-bool Engine::read_gate(uint64_t op_id) {
-    if (in_forked_child()) return false;
+void Engine::read_gate(uint64_t op_id) {
+    if (in_forked_child()) return;
     Section s(*this);
     const auto found = ops_.find(op_id);
-    if (found == ops_.end() || !found->second->layers) return false;
-    return follow_gate(s, *found->second);
+    if (found != ops_.end()) follow_gate(s, *found->second);
 }
 
-// Takes in what the gate says. True while more of it is wanted; the operation may be gone afterwards.
-bool Engine::follow_gate(Section &s, Op &op) {
-    if (op.stop != ADT_OK || op.reported) return false;
+// An operation wants no more of its gate: it has heard of every layer, or ends.
+void Engine::leave_gate(const Op &op) {
+    if (op.layers && std::exchange(op.layers->waiting, false)) op.layers->gate->leave(this, op.id);
+}
+
+// Takes in what the gate says; the operation may be gone afterwards.
+void Engine::follow_gate(Section &s, Op &op) {
     LayerWork &work = *op.layers;
+    if (!work.waiting) return;
     std::vector<Gate::Entry> entries;
     work.gate->read(work.entries_read, entries);
     work.entries_read += entries.size();
@@ -253,28 +261,32 @@ bool Engine::follow_gate(Section &s, Op &op) {
         if (entry.layer < work.first_layer || entry.layer - work.first_layer >= work.layers.size()) continue;
         if (entry.failed) {
             stop_op(s, op, ADT_ERR_LAYER);
-            return false;
+            return;
         }
         const uint32_t layer = entry.layer - work.first_layer;
-        work.layers[layer].recorded_ns = entry.at_ns;
+        work.layers[layer].recorded_ns = options_.stepped ? clock_.now_ns() : entry.at_ns;
         work.ready.push_back(layer);
     }
-    const bool wanted = work.ready.size() < work.layers.size();
-    // Nothing to move of a layer: it lands at once.
-    while (work.next < work.ready.size()) {
-        const uint32_t layer = work.ready[work.next];
-        if (!op.runs.empty() && work.layers[layer].first != work.layers[layer].last) break;
-        work.layers[layer].all_cut = true;
-        ++work.next;
-        land_layer(s, op, layer);
-    }
+    if (work.ready.size() == work.layers.size()) leave_gate(op);
+    land_empty(s, op);
     if (work.next == work.layers.size()) {
         op.exhausted = true;
         settle(s, op);
     } else if (work.next < work.ready.size()) {
         enqueue(s, op);
     }
-    return wanted;
+}
+
+// Lands the layers of which nothing is to be moved, up to the next of which something is: no batch may be empty.
+void Engine::land_empty(Section &s, Op &op) {
+    LayerWork &work = *op.layers;
+    while (work.next < work.ready.size()) {
+        const uint32_t layer = work.ready[work.next];
+        if (!op.runs.empty() && work.layers[layer].first != work.layers[layer].last) return;
+        work.layers[layer].all_cut = true;
+        ++work.next;
+        land_layer(s, op, layer);
+    }
 }
 
 // Every byte of a layer is visible at the peer.
@@ -282,10 +294,16 @@ void Engine::land_layer(Section &s, Op &op, uint32_t layer) {
     LayerWork &work = *op.layers;
     ++work.landed;
     Peer &peer = *op.peer;
-    if (peer.state == Peer::State::active && peer.layers_told) {
-        send(s, peer,
-             {static_cast<uint8_t>(Say::layer), 0, static_cast<uint16_t>(op.opcode),
-              static_cast<int32_t>(work.layers.size() - work.landed), op.id, op.remote->id, work.remote_layer + layer});
+    // Of a layer that has no tensor in this cache its owner has nothing to hear.
+    const LayerWork::Layer &landed = work.layers[layer];
+    if (landed.first != landed.last) {
+        --work.untold;
+        if (peer.state == Peer::State::active && peer.layers_told) {
+            send(s, peer,
+                 {static_cast<uint8_t>(Say::layer), 0, static_cast<uint16_t>(op.opcode),
+                  static_cast<int32_t>(work.untold), op.id, op.remote->id,
+                  work.tensors[landed.first].remote / work.per_layer});
+        }
     }
     if (op.reported) return;
     Event event;
@@ -300,11 +318,13 @@ void Engine::land_layer(Section &s, Op &op, uint32_t layer) {
     emit(*peer.node, event);
 }
 
-// One side takes its cache back: whoever waits at a gate might wait for long, and the closing with it.
+// One side takes its cache back: whoever waits at a gate might wait for long, and the closing with it. Those that have
+// heard of all their layers finish, as every other operation.
 void Engine::stop_at_gates(Section &s, Peer &peer, const LocalCache *local, uint64_t remote, adt_status_t status) {
     const std::vector<Op *> ops(peer.ops.begin(), peer.ops.end());
     for (Op *op : ops) {
-        if (op->layers && (local != nullptr ? op->local.get() == local : op->remote->id == remote)) {
+        if (op->layers && op->layers->waiting &&
+            (local != nullptr ? op->local.get() == local : op->remote->id == remote)) {
             stop_op(s, *op, status);
         }
     }

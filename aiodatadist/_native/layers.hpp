@@ -6,8 +6,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "counted.hpp"
@@ -42,22 +44,23 @@ class Gate : Counted<Live::gate> {
 
     // An operation waits here from now on; it looks at the log from its start.
     void subscribe(const std::shared_ptr<Engine> &engine, uint64_t op);
+    // It waits no more. A gate may outlive any number of operations, and is not to remember them.
+    void leave(const Engine *engine, uint64_t op);
+    size_t waiting();
     // Appends what was logged from entry `from` on.
     void read(size_t from, std::vector<Entry> &out);
 
   private:
     enum class State : uint8_t { open, recorded, failed };
-    struct Waiter {
-        std::weak_ptr<Engine> engine;
-        uint64_t op;
-    };
+    // Engines number their operations each by itself. In order, so that who came first is served first.
+    using Waiter = std::pair<const Engine *, uint64_t>;
     Outcome log(uint32_t layer, bool failed);
     void tell();
 
     std::mutex mu_;  // a leaf: taken under Engine::mu_, and alone
     std::vector<State> state_;
     std::vector<Entry> log_;
-    std::vector<Waiter> waiters_;
+    std::map<Waiter, std::weak_ptr<Engine>> waiters_;
     bool dropped_ = false;
 };
 

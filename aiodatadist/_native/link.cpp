@@ -665,6 +665,14 @@ void Engine::handle(Section &s, Peer &peer, const WireMessage &message) {
             if (handle_lease(s, peer, message)) return;
             break;
         case Say::layer: {
+            const auto found = peer.node->caches.find(message.b);
+            // The cache may have been taken back meanwhile.
+            if (found == peer.node->caches.end() || found->second->closed) return;
+            const LocalCache &cache = *found->second;
+            if (message.c >= cache.geometry.num_tensors || message.status < 0 ||
+                (cache.access & ADT_REMOTE_WRITE) == 0) {
+                break;
+            }
             if (peer.node->ring->crowded()) return;
             Event event;
             event.kind = EventKind::layer_arrived;

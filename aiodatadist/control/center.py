@@ -498,15 +498,18 @@ class Center:
         """Return the rows of `DataDist.dump`."""
         clusters = {peer.id: peer.cluster_id for peer in self.peers}
         rows = self.operations.rows() + self.leases.rows()
-        for op, peer, _, opcode, stop, age, done, total, path in self.node.pending():
+        for op, peer, _, opcode, stop, age, done, total, path, at_gate, landed, layers in self.node.pending():
             copying = path == "local"
+            state = "draining" if stop else "waiting at its gate" if at_gate else "moving"
+            if layers:
+                state += f" with {landed} of {layers} layers landed"
             rows.append(
                 PendingOperation(
                     id=op,
                     kind="copy" if copying else "pull" if opcode == _core.READ else "push",
                     peer=clusters.get(peer),
                     age=age,
-                    state="draining" if stop else "moving",
+                    state=state,
                     bytes_done=done,
                     bytes_total=total,
                     transport=None if copying else path.partition("-")[0] or None,

@@ -8,11 +8,11 @@ before it was sent costs nothing, so a slow peer holds at most one entry for eac
 
 from __future__ import annotations
 
-import bisect
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+
+import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError, DataDistError, InternalError, ProtocolError
 from ..keys import NO_ID, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, Key
@@ -38,6 +38,12 @@ __all__ = [
 
 MAX_REMOTE_CACHES: Final = 65536
 """Caches that one peer may have announced at a time."""
+
+MAX_REMOTE_ADDRESSES: Final = 2**20
+"""Addresses of tensors that are kept of one peer; caches beyond that are known by their keys alone."""
+
+Addresses: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
+_NO_ADDRESSES: Final = np.empty(0, np.uint64)
 
 Access = Literal["r", "rw"]
 RemoteKey = BlocksCacheKey | CacheKeyByIdAndIndex
@@ -253,13 +259,13 @@ def wire_slots(slots: Mapping[int, CacheKey]) -> list[wire.SlotKey]:
     ]
 
 
-def _read_addresses(message: wire.CacheAnnounce) -> tuple[int, ...]:
-    sent = message.addresses
-    if sent and len(sent) != 8 * message.geometry.num_tensors:
-        raise ProtocolError(
-            f"the peer announced {len(sent)} bytes of addresses for {message.geometry.num_tensors} tensors"
-        )
-    return tuple(address for (address,) in struct.iter_unpack("<Q", sent))
+def _read_addresses(sent: bytes, geometry: Geometry) -> Addresses:
+    addresses = np.frombuffer(sent[: len(sent) // 8 * 8], "<u8")
+    if sent and len(sent) != 8 * geometry.num_tensors:
+        raise ProtocolError(f"the peer announced {len(sent)} bytes of addresses for {geometry.num_tensors} tensors")
+    if len(addresses) and int(addresses.max()) + _extent(geometry) > 2**64:
+        raise ProtocolError(f"the peer announced a tensor at {int(addresses.max()):#x} that ends beyond all memory")
+    return addresses
 
 
 def _read_geometry(sent: wire.WireGeometry) -> Geometry:
@@ -298,7 +304,7 @@ class RemoteEntry:
         The key of each batch slot that has one.
     counted : bool
         The owner wants to hear of pulls by request.
-    addresses : tuple of int
+    addresses : array
         Where the tensors lie in the owner's process; empty where it has not said so.
     """
 
@@ -329,7 +335,7 @@ class RemoteEntry:
         self.pairs: dict[int, Any] = {}
         self.slots: dict[int, CacheKey] = {}
         self.counted = False
-        self.addresses: tuple[int, ...] = ()
+        self.addresses: Addresses = _NO_ADDRESSES
 
     def __repr__(self) -> str:
         reached = self.native.path if self.native is not None else f"unreachable: {self.error}"
@@ -347,10 +353,19 @@ def _wake(waiting: Sequence[asyncio.Future[None]]) -> None:
             future.set_result(None)
 
 
-def _extent(entry: RemoteEntry) -> int:
+def _extent(geometry: Geometry) -> int:
     """Return the bytes from the beginning of a tensor to its end."""
-    g = entry.geometry
-    return g.stride * (g.num_blocks - 1) + g.block_bytes
+    return geometry.stride * (geometry.num_blocks - 1) + geometry.block_bytes
+
+
+class _Places(NamedTuple):
+    """The tensors that a peer lets be written by address, in the order of their beginnings, of equal ones by age."""
+
+    starts: Addresses
+    ends: Addresses  # the last byte's address
+    entries: list[RemoteEntry]
+    which: np.ndarray[Any, np.dtype[np.int64]]  # of the entries
+    tensors: np.ndarray[Any, np.dtype[np.int64]]
 
 
 ImportKeys = Sequence[tuple[str, bytes, int]]
@@ -391,8 +406,8 @@ class RemoteTable:
         self.by_key: dict[RemoteKey, RemoteEntry] = {}
         self.by_slot_key: dict[CacheKey, tuple[RemoteEntry, int]] = {}
         self._wanted: dict[Key, list[asyncio.Future[None]]] = {}
-        self._places: list[tuple[int, RemoteEntry, int]] | None = None  # tensors by address, made when asked for
-        self._longest = 0  # bytes of a tensor
+        self._places: _Places | None = None  # made when asked for
+        self._addresses = 0  # in all entries
         self.version = 0
 
     def __len__(self) -> int:
@@ -433,7 +448,9 @@ class RemoteTable:
         access: Access = "rw" if message.access == "rw" else "r"
         entry = RemoteEntry(self._link, cache_id, key, geometry, access)
         entry.counted = message.counted
-        entry.addresses = _read_addresses(message)
+        addresses = _read_addresses(message.addresses, geometry)
+        if access == "rw" and self._addresses + len(addresses) <= MAX_REMOTE_ADDRESSES:
+            entry.addresses = addresses
         slots = self._read_slots(entry, message.slots)
         shape = (geometry.num_tensors, geometry.num_blocks, geometry.block_bytes, geometry.stride)
         try:
@@ -442,6 +459,7 @@ class RemoteTable:
             # One cache out of reach is no reason to lose the others: whoever uses it gets the error.
             entry.error = why
         self._entries[cache_id] = entry
+        self._addresses += len(entry.addresses)
         self._places = None
         self.by_key[CacheKeyByIdAndIndex(self._cluster_id, cache_id, 0)] = entry
         if key is not None:
@@ -457,27 +475,33 @@ class RemoteTable:
     def find_address(self, address: int) -> tuple[RemoteEntry, int, int] | None:
         """Find the writable cache, the tensor and the byte offset in it that an address of the owner's process names.
 
-        Where memory is registered several times, the newest cache that holds the address counts.
+        Where memory is registered several times, that of the tensors counts which begins nearest; of equal ones the
+        newest.
         """
-        if self._places is None:
-            self._longest = max((_extent(entry) for entry in self._entries.values()), default=0)
-            self._places = sorted(
-                (
-                    (start, entry, tensor)
-                    for entry in self._entries.values()
-                    if entry.access == "rw"
-                    for tensor, start in enumerate(entry.addresses)
-                ),
-                key=lambda place: (place[0], place[1].cache_id),
-            )
+        if not 0 <= address < 2**64:
+            return None
         places = self._places
-        for at in range(bisect.bisect_right(places, address, key=lambda place: place[0]) - 1, -1, -1):
-            start, entry, tensor = places[at]
-            if address - start < _extent(entry):
-                return entry, tensor, address - start
-            if address - start >= self._longest:
-                break
-        return None
+        if places is None:
+            places = self._places = self._sort()
+        key = np.uint64(address)
+        at = int(np.searchsorted(places.starts, key, "right")) - 1
+        if at >= 0 and address > int(places.ends[at]):
+            # One that begins earlier and reaches further: looked for without a loop, because a peer may say anything.
+            holding = np.flatnonzero(places.ends[:at] >= key)
+            at = int(holding[-1]) if len(holding) else -1
+        if at < 0:
+            return None
+        return places.entries[places.which[at]], int(places.tensors[at]), address - int(places.starts[at])
+
+    def _sort(self) -> _Places:
+        entries = [entry for entry in self._entries.values() if len(entry.addresses)]
+        each = np.array([len(entry.addresses) for entry in entries], np.int64)
+        starts = np.concatenate([_NO_ADDRESSES, *(entry.addresses for entry in entries)])
+        which = np.repeat(np.arange(len(entries)), each)
+        last = np.array([_extent(entry.geometry) - 1 for entry in entries], np.uint64)
+        tensors = np.arange(len(starts)) - np.repeat(np.cumsum(each) - each, each)
+        order = np.argsort(starts, kind="stable")
+        return _Places(starts[order], (starts + last[which])[order], entries, which[order], tensors[order])
 
     def want(self, key: Key, announced: asyncio.Future[None]) -> None:
         """Have a future done when a cache is announced under `key`, or the table is cleared."""
@@ -535,6 +559,7 @@ class RemoteTable:
         self._places = None
         if entry is None:
             raise ProtocolError(f"the peer withdrew cache {message.cache_id}, which it never announced")
+        self._addresses -= len(entry.addresses)
         self._forget(entry)
         return entry
 
@@ -542,6 +567,7 @@ class RemoteTable:
         """Drop all entries and return them."""
         entries = list(self._entries.values())
         self._entries.clear()
+        self._addresses = 0
         self._places = None
         self.by_key.clear()
         self.by_slot_key.clear()
