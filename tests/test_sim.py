@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -10,7 +15,7 @@ import pytest
 
 import aiodatadist as adt
 from aiodatadist import testing
-from aiodatadist.testing import SimCluster, Way
+from aiodatadist.testing import Fault, FaultScript, SimCluster, Trace, Way
 
 from .pairs import pattern
 
@@ -84,3 +89,243 @@ def test_the_same_seed_is_the_same_run(transport: str) -> None:
     first, second = traffic(7, transport, BAD), traffic(7, transport, BAD)
     assert first.events == second.events
     assert first.hash == second.hash != traffic(8, transport, BAD).hash
+
+
+def test_another_process_has_the_same_run(tmp_path: Any) -> None:
+    """Neither addresses nor the seed of hashes decide anything."""
+    code = "from tests.test_sim import *; print(traffic(3, 'sim', BAD).hash, traffic(3, 'tcp', BAD).hash)"
+    said = set()
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        said.add(done.stdout)
+    assert said == {f"{traffic(3, 'sim', BAD).hash} {traffic(3, 'tcp', BAD).hash}\n"}
+
+
+# The clock. -------------------------------------------------------------------------------------------------
+
+
+def test_waiting_costs_no_time() -> None:
+    """A year of waits, and the hang limit of the suite as the only clock."""
+
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        for _ in range(365):
+            await asyncio.sleep(86400.0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(30.0):
+                await loop.create_future()
+        assert await asyncio.to_thread(lambda: 5) == 5
+        return loop.time() - start
+
+    elapsed = testing.run(main())
+    assert 365 * 86400.0 + 30.0 <= elapsed < 365 * 86400.0 + 31.0
+
+
+def test_who_polls_gets_on() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + 1e-3
+        while loop.time() < until:
+            await asyncio.sleep(0)
+
+    testing.run(main())
+
+
+async def test_a_cluster_needs_the_virtual_clock() -> None:
+    with pytest.raises(RuntimeError, match="virtual clock"):
+        async with SimCluster():
+            pass
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_what_can_never_go_on_is_an_error_that_names_the_seed(linked: bool) -> None:
+    """Without a link nothing is planned any more; with one the heartbeats go on for ever."""
+
+    async def main() -> None:
+        async with SimCluster(seed=77, limit=100.0) as sim:
+            if linked:
+                await two(sim)
+            else:
+                await sim.datadist(OWNER)
+            await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(testing.SimulationStuck, match=r"seed 77(.|\n)*cluster 1: open"):
+        testing.run(main())
+
+
+def test_a_failing_seed_is_named() -> None:
+    async def main() -> None:
+        async with SimCluster(seed=99):
+            raise ValueError("a test fails")
+
+    with pytest.raises(ValueError, match="a test fails") as raised:
+        testing.run(main())
+    assert "seed 99" in "".join(raised.value.__notes__)
+
+
+# Traces. ----------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_is_saved_and_replayed(tmp_path: Any) -> None:
+    script = FaultScript.random(random.Random(5), [OWNER, USER], seconds=0.01)
+    assert FaultScript.from_list(script.as_list()).as_list() == script.as_list()
+    script = FaultScript([Fault(0.004, "stall", (OWNER, USER, 0.01)), Fault(0.001, "stop", (USER,))])
+    script.faults.append(Fault(0.006, "resume", (USER,)))
+    first = traffic(5, "sim", BAD, script=script)
+    first.save(tmp_path / "trace.json")
+    saved = Trace.load(tmp_path / "trace.json")
+    assert (saved.hash, saved.seed) == (first.hash, 5)
+    assert traffic(0, "sim", BAD, replay=saved).hash == first.hash
+    with pytest.raises(testing.ReplayDiverged, match="event"):
+        traffic(0, "sim", BAD.replace(loss=0.2), replay=saved)
+    text = (tmp_path / "trace.json").read_text()
+    (tmp_path / "trace.json").write_text(text.replace('"seed":5', '"seed":6').replace('"start"', '"begin"', 1))
+    with pytest.raises(ValueError, match="hash"):
+        Trace.load(tmp_path / "trace.json")
+
+
+def test_a_script_names_what_there_is() -> None:
+    with pytest.raises(ValueError, match="explode"):
+        FaultScript([Fault(1.0, "explode", (1,))])
+
+
+# Faults. ----------------------------------------------------------------------------------------------------
+
+
+def simulated(check: Callable[[SimCluster], Coroutine[Any, Any, None]], seed: int = 1, **options: Any) -> testing.Trace:
+    """Run a check in a cluster of its own."""
+
+    async def main() -> testing.Trace:
+        async with SimCluster(seed, **options) as sim:
+            await check(sim)
+        return sim.trace
+
+    return testing.run(main())
+
+
+SLOW = Way(bandwidth=1e7)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_crash_ends_what_runs_with_it(transport: str, silent: bool) -> None:
+    """The peer hears of it by the end of its connections, or by the silence."""
+
+    async def check(sim: SimCluster) -> None:
+        _, mine = await two(sim, (64, 16384), transports=(transport,))
+        pull = sim[USER].cache_manager.pull_blocks(KEY, mine, list(range(64)), list(range(64)))
+        await asyncio.sleep(1e-3)
+        before = sim.now()
+        sim.crash(OWNER, silent=silent)
+        with pytest.raises(adt.PeerLostError):
+            await pull
+        if silent:
+            assert 9.0 < sim.now() - before < 14.0  # Config.heartbeat_limit, and a quarter of it between two looks
+        else:
+            assert sim.now() - before < 1.0
+        with pytest.raises((adt.NotLinkedError, adt.PeerLostError)):
+            await sim[USER].cache_manager.pull_blocks(KEY, mine, [1], [1])
+
+    simulated(check, way=SLOW)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_new_incarnation_takes_the_place_of_a_dead_one(silent: bool) -> None:
+    async def check(sim: SimCluster) -> None:
+        _, mine = await two(sim)
+        epoch = sim[USER].links[OWNER].epoch
+        sim.crash(OWNER, silent=silent)
+        owner = await sim.restart(OWNER)
+        theirs = owner.cache_manager.register_blocks_cache(pattern(9, (64, 64)), key=KEY)
+        while True:
+            try:
+                link = await sim[USER].link(sim.info(OWNER))
+                await asyncio.wait_for(seen(link, theirs), 1.0)
+                await sim[USER].cache_manager.pull_blocks(KEY, mine, [3], [4])
+                break
+            except (adt.LinkError, TimeoutError):
+                await asyncio.sleep(0.1)
+        assert link.epoch > epoch
+        np.testing.assert_array_equal(mine.tensors[0][4], theirs.tensors[0][3])
+        assert sim.network.host(OWNER).incarnation == 2
+
+    simulated(check)
+
+
+def test_a_stopped_process_does_nothing_until_it_goes_on() -> None:
+    async def check(sim: SimCluster) -> None:
+        theirs, mine = await two(sim)
+        pull = sim[USER].cache_manager.pull_blocks(KEY, mine, [1], [1])
+        sim.stop(OWNER)
+        events = len(sim.trace.events)
+        done, _ = await asyncio.wait([pull], timeout=5.0)
+        assert not done
+        assert not [event for event in sim.trace.events[events:] if event[1:3] == ("stream", OWNER)]
+        sim.resume(OWNER)
+        await pull
+        np.testing.assert_array_equal(mine.tensors[0][1], theirs.tensors[0][1])
+
+    simulated(check)
+
+
+def test_a_blocked_way_delays_and_loses_nothing() -> None:
+    async def check(sim: SimCluster) -> None:
+        _, mine = await two(sim)
+        sim.stall(OWNER, USER, 5.0)
+        before = sim.now()
+        await sim[USER].cache_manager.pull_blocks(KEY, mine, [1], [1], notify=b"x")
+        assert 5.0 <= sim.now() - before < 5.1
+
+    simulated(check)
+
+
+def test_a_cut_breaks_the_link_and_both_may_link_anew() -> None:
+    async def check(sim: SimCluster) -> None:
+        theirs, mine = await two(sim)
+        sim.cut(OWNER, USER)
+        while sim[USER].links or sim[OWNER].links:
+            await asyncio.sleep(1e-3)
+        await seen(await sim[USER].link(sim.info(OWNER)), theirs)
+        await sim[USER].cache_manager.pull_blocks(KEY, mine, [1], [1])
+
+    simulated(check)
+
+
+def test_writes_are_seen_while_they_happen() -> None:
+    """A push is done when its bytes are visible, and each byte of it was written once, by that operation."""
+
+    async def check(sim: SimCluster) -> None:
+        theirs, mine = await two(sim)
+        seen_: list[testing.Access] = []
+        sim.watch(seen_.append)
+        push = sim[USER].cache_manager.push_blocks(KEY, mine, [5, 9], [2, 3])
+        await push
+        writes = [access for access in seen_ if access.write]
+        assert {(access.cluster_id, access.cache_id, access.by_cluster) for access in writes} == {
+            (OWNER, theirs.id, USER)
+        }
+        assert sorted((access.tensor, access.offset, access.nbytes) for access in writes) == [
+            (tensor, offset, 32) for tensor in (0, 1) for offset in (128, 160, 192, 224)
+        ]
+        base = theirs.tensors[1].ctypes.data
+        assert {access.address for access in writes if access.tensor == 1} == {base + at for at in (128, 160, 192, 224)}
+        assert len({(access.by_incarnation, access.op_id) for access in seen_}) == 1
+        assert sum(access.nbytes for access in seen_ if not access.write) == 4 * 64
+
+    simulated(check, way=Way(fragment=32, duplicate=0.5, reorder=0.5, visible=(0.0, 0.1)))
+
+
+def test_slow_processes_see_the_same_in_the_end() -> None:
+    async def check(sim: SimCluster) -> None:
+        sim_ = sim
+        await two(sim_)
+        sim.lag(OWNER, 1e-4, 5e-3)
+        sim.lag(USER, 0.0, 1e-3)
+        mine = next(iter(sim[USER].cache_manager.caches.values()))
+        for number in range(5):
+            await sim[USER].cache_manager.pull_blocks(KEY, mine, [number], [number], notify=b"x")
+        await sim[OWNER].fence(USER)
+
+    assert simulated(check).hash == simulated(check).hash

@@ -129,8 +129,8 @@ class _Selector(selectors.EpollSelector):
             return self._look()
         limit = None if timeout is None else loop.now_ns + math.ceil(timeout * 1e9)
         while True:
+            loop.planned = False
             if world is not None:
-                loop.planned = False
                 world.settle()
             ready = self._look()
             if ready or loop.planned:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
 from ..config import Config
+from ..control.center import State
 from ..datadist import DataDist
 from ..types import ClusterInfo, Role
 from .clock import VirtualLoop
@@ -72,6 +74,7 @@ class SimCluster:
         self._left_out = left_out
         self._loop: VirtualLoop
         self._datadists: dict[int, DataDist] = {}
+        self._options: dict[int, dict[str, Any]] = {}
         self._gone: list[DataDist] = []
         self._playing: list[asyncio.Task[None]] = []
 
@@ -86,6 +89,7 @@ class SimCluster:
             raise RuntimeError("this loop has a SimCluster already")
         self._loop = loop
         self.network = Network(loop, self.seed, self._way, self.trace, self._left_out)
+        self.network.describe = self._describe
         loop.world = self.network
         loop.end_ns = loop.now_ns + int(self._limit * 1e9)
         if self.script is not None:
@@ -149,9 +153,15 @@ class SimCluster:
             self._gone.append(old)
         host = self.network.new_host(cluster_id)
         datadist = DataDist(cluster_id, role, listen=listen, config=config, _make_runtime=lambda: SimRuntime(host))
+        self._options[cluster_id] = {"role": role, "listen": listen, "config": config}
         await self._loop.create_task(datadist.open(), context=host.context)
         self._datadists[cluster_id] = datadist
         return datadist
+
+    async def restart(self, cluster_id: int) -> DataDist:
+        """Start a crashed process anew, as it was started before; one that runs is crashed. Returns its DataDist."""
+        self.crash(cluster_id)
+        return await self.datadist(cluster_id, **self._options[cluster_id])
 
     def __getitem__(self, cluster_id: int) -> DataDist:
         return self._datadists[cluster_id]
@@ -218,11 +228,7 @@ class SimCluster:
 
     def heal(self) -> None:
         """Open all ways, and let all processes go on."""
-        for source, target in tuple(self.network._ways):
-            if self.network._ways[source, target].blocked:
-                self.unblock(self.network._clusters[source], self.network._clusters[target])
-        for host in self.network.hosts.values():
-            self.network.resume(host)
+        self.network.heal()
 
     def play(self, script: FaultScript) -> None:
         """Have faults come by themselves, from now on."""
@@ -231,13 +237,24 @@ class SimCluster:
             start = self._loop.time()
             for fault in script.faults:
                 await asyncio.sleep(max(0.0, start + fault.at - self._loop.time()))
-                self.apply(fault)
+                await self.apply(fault)
 
         self._playing.append(self._loop.create_task(play()))
 
-    def apply(self, fault: Fault) -> None:
+    async def apply(self, fault: Fault) -> None:
         """Have a fault come now."""
-        getattr(self, fault.name)(*fault.args)
+        coming = getattr(self, fault.name)(*fault.args)
+        if asyncio.iscoroutine(coming):
+            await coming
+
+    def _describe(self) -> list[str]:
+        lines = []
+        for cluster_id, datadist in self._datadists.items():
+            center = datadist._center
+            rows = center.rows() if center.state is State.OPEN else []
+            lines.append(f"cluster {cluster_id}: {center.state.value}")
+            lines += [f"  {row}" for row in rows]
+        return lines
 
     # What is seen. ------------------------------------------------------------------------------------------
 
@@ -245,9 +262,6 @@ class SimCluster:
         """Return the virtual time in seconds."""
         return self._loop.time()
 
-    def watch(self, hook: Any) -> None:
+    def watch(self, hook: Callable[[Access], None]) -> None:
         """Call `hook` with each `Access` to memory from now on, while it happens."""
         self.network.on_access.append(hook)
-
-
-__all__ += ["Access"]

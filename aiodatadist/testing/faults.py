@@ -72,8 +72,8 @@ class Fault:
     at : float
         Seconds from the start of the script.
     name : str
-        A method of `SimCluster`: ``crash``, ``stop``, ``resume``, ``block``, ``unblock``, ``cut``, ``heal`` or
-        ``stall``.
+        A method of `SimCluster`: ``crash``, ``restart``, ``stop``, ``resume``, ``block``, ``unblock``, ``cut``,
+        ``heal`` or ``stall``.
     args : tuple
         Its arguments: cluster ids and numbers.
     """
@@ -91,7 +91,7 @@ class FaultScript:
     faults : iterable of Fault
     """
 
-    NAMES: Final = ("crash", "stop", "resume", "block", "unblock", "cut", "heal", "stall")
+    NAMES: Final = ("crash", "restart", "stop", "resume", "block", "unblock", "cut", "heal", "stall")
 
     def __init__(self, faults: Iterable[Fault] = ()) -> None:
         self.faults = sorted(faults, key=lambda fault: fault.at)

@@ -35,6 +35,7 @@ WINDOW: Final = 256 * 1024
 """Bytes of a stream that may be under way; what is sent beyond them counts as unsent."""
 FIRST_PORT: Final = 26000
 _SYN_AGAIN: Final = 1.0
+_CLEANING_NS: Final = 600 * 10**9
 _MOST_TURNS: Final = 100_000
 
 
@@ -91,18 +92,21 @@ class _Pipe:
         self.source = source
         self.target = target
         self.sink: SimStream | _Relay | None = None
+        self.reverse: _Pipe
         self.in_flight = 0
-        self.dead = False  # nothing is sent any more
+        self.ended = False  # nothing but a reset is sent any more
+        self.dead = False  # nothing at all
         self.on_room: Callable[[], None] | None = None
         self._queue: deque[bytes | _Mark] = deque()
         self._waiting = 0  # those of the queue that wait for the way to open
         self._last_ns = 0
 
     def send(self, part: bytes | _Mark) -> None:
-        if self.dead:
+        if self.dead or (self.ended and part is not _RESET):
             return
         if isinstance(part, _Mark):
-            self.dead = True
+            self.ended = True
+            self.dead = part is _RESET
             self._send(part, 1)
             return
         self.in_flight += len(part)
@@ -145,7 +149,10 @@ class _Pipe:
             said = len(part)
             self.in_flight -= len(part)
         self.network.note("stream", self.source.cluster_id, self.target.cluster_id, self.number, said)
-        if self.sink is not None:
+        if self.target.silent and self.network.hosts[self.target.place] is not self.target and part is not _RESET:
+            self.reverse.dead = False  # the host is back, and knows nothing of this connection
+            self.reverse.send(_RESET)
+        elif self.sink is not None:
             self.sink.take(part)
         if self.on_room is not None:
             self.on_room()
@@ -184,6 +191,7 @@ class SimStream(Stream):
                 self._out.send(_RESET)
             return
         if part is _RESET:
+            self._out.dead = True
             self._fail(errno.ECONNRESET)
         elif part is _END:
             self._ended = True
@@ -194,7 +202,6 @@ class SimStream(Stream):
     def _fail(self, code: int) -> None:
         if self._error is None:
             self._error = code
-            self._out.dead = True
             flushers, self._flushers = self._flushers, []
             for _, waiter in flushers:
                 if not waiter.done():
@@ -308,9 +315,7 @@ class SimStream(Stream):
             relay.take(_RESET)
         elif self._ended:
             relay.take(_END)
-        dead = self._out.dead
         self._leave(errno.ECONNABORTED)
-        self._out.dead = dead
         return ours.detach()
 
 
@@ -481,6 +486,8 @@ class Network:
     ----------
     on_access : list of callable
         Called with each `Access` to memory, in order.
+    describe : callable
+        Returns lines that say what is under way, for `SimulationStuck`.
     """
 
     def __init__(self, loop: VirtualLoop, seed: int, way: Way, trace: Trace, left_out: tuple[str, ...] = ()) -> None:
@@ -493,6 +500,7 @@ class Network:
         self.context = contextvars.Context()
         self.blocked_pipes: dict[_Pipe, None] = {}
         self.on_access: list[Callable[[Access], None]] = []
+        self.describe: Callable[[], list[str]] = list
         self.hosts: dict[int, Host] = {}  # by place, the newest
         self.running: list[Host] = []  # with an engine
         self._places: dict[int, int] = {}
@@ -674,6 +682,7 @@ class Network:
         self._connections += 1
         there = _Pipe(self, self._connections, source, target)
         back = _Pipe(self, self._connections, target, source)
+        there.reverse, back.reverse = back, there
         port = Address(source.ip, source.free_port())
         ours = SimStream(source, there, back, 0, address, str(address))
         theirs = SimStream(target, back, there, 1, port, str(port))
@@ -811,10 +820,23 @@ class Network:
         return None if due == _core.NEVER else due
 
     def stuck(self) -> Exception:
-        """Say that nothing goes on, or everything for too long."""
-        return SimulationStuck(
-            f"at {self.loop.time():.6f} s nothing more can happen, or the simulation's time is over (seed {self.seed})"
-        )
+        """Say that nothing goes on, or everything for too long, and leave time to clean up."""
+        now = self.loop.now_ns
+        over = self.loop.end_ns is not None and (self.next_due() is not None)
+        why = "the simulation goes on for longer than its limit" if over else "nothing more can happen"
+        if self.loop.end_ns is not None:
+            self.loop.end_ns = max(now, self.loop.end_ns) + _CLEANING_NS
+        said = "".join(f"\n  {line}" for line in self.describe())
+        return SimulationStuck(f"seed {self.seed}, at {now / 1e9:.6f} s: {why}{said}")
+
+    def heal(self) -> None:
+        """Open all ways, and let all processes go on."""
+        for (source, target), way in tuple(self._ways.items()):
+            if way.blocked:
+                self.note("unblock", self._clusters[source], self._clusters[target])
+                self.set_way(way.replace(blocked=False), self._clusters[source], self._clusters[target])
+        for host in self.hosts.values():
+            self.resume(host)
 
 
 def _ns_pair(pair: tuple[float, float]) -> tuple[int, int]:
