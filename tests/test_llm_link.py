@@ -415,6 +415,59 @@ async def test_unlinking_and_closing_end_the_wait(name: str) -> None:
         assert third.has(1, RegisterMemStatus.PREPARING)
 
 
+class Held:
+    """A DataDist whose links are held up, or fail."""
+
+    def __init__(self, dd: adt.DataDist) -> None:
+        self._dd = dd
+        self.asked, self.go = asyncio.Event(), asyncio.Event()
+        self.error: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dd, name)
+
+    async def link(self, info: adt.ClusterInfo, **options: Any) -> adt.Link:
+        self.asked.set()
+        await self.go.wait()
+        if self.error is not None:
+            raise self.error
+        return await self._dd.link(info, **options)
+
+
+@pytest.mark.loop
+async def test_nobody_is_ready_before_all_are_linked(name: str) -> None:
+    async with nodes(1, 2, 3) as members:
+        first, _, third = members
+        held = third.communicators._dd = Held(third.dd)  # type: ignore[assignment]
+        for node in members:
+            await node.link(name, {1: 0, 2: 1, 3: 2}, *"aaa")
+        await held.asked.wait()
+        await until(lambda: first.communicators._all[1].linked == {2})
+        assert all(node.has(1, RegisterMemStatus.PREPARING) for node in members)
+        held.go.set()
+        for node in members:
+            await node.until(1)
+            assert len(node.dd.links) == 2
+
+
+@pytest.mark.loop
+async def test_one_that_cannot_link_fails_all_at_once(name: str, llm_log: list[str]) -> None:
+    async with nodes(1, 2, 3) as members:
+        held = members[2].communicators._dd = Held(members[2].dd)  # type: ignore[assignment]
+        held.error = adt.LinkError("as the test wants")
+        for node in members:
+            await node.link(name, {1: 0, 2: 1, 3: 2}, *"aaa")
+        await until(lambda: members[0].communicators._all[1].linked == {2})
+        held.go.set()
+        for node in members:
+            await node.until(1, RegisterMemStatus.FAILED)
+        assert sorted(line.partition("not linked: ")[2] for line in llm_log) == [
+            "as the test wants",
+            "cluster 1 left before all were linked",
+            "cluster 3 left before all were linked",
+        ]
+
+
 @pytest.mark.loop
 async def test_other_ranks_are_refused(name: str, llm_log: list[str]) -> None:
     async with nodes(1, 2, 3) as (first, second, third):

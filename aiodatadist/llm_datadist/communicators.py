@@ -2,7 +2,7 @@
 
 Nobody has to listen beforehand. The members meet at the one with the lowest rank: by the communicator's name on one
 host, over TCP at the rank table's address from another. There each says where it can be linked, and when all have come
-each links those of lower rank. What is linked then is a link like any other.
+each links those of lower rank and says so. When all have said so it is done. What is linked is a link like any other.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ _CONNECT_SECONDS: Final = 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
 
 _T = TypeVar("_T")
+_STRANGE = (msgspec.MsgspecError, anyio.DelimiterNotFound)
 _GONE = (anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream, anyio.IncompleteRead)
 
 
@@ -67,6 +68,12 @@ class _Answer(msgspec.Struct, frozen=True):
     later: bool = False  # nobody here calls link with that name yet
 
 
+class _Linked(msgspec.Struct, frozen=True):
+    """A member has linked all of lower rank; as an answer, all have."""
+
+    linked: bool = True
+
+
 class _Failed(Exception):
     """The members did not meet; the text says why."""
 
@@ -85,12 +92,15 @@ class _Communicator:
     status: RegisterMemStatus = RegisterMemStatus.PREPARING
     task: asyncio.Task[None] | None = None
     opened: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
-    # Where the lowest rank is: who has come, with its address, and over which stream.
+    # Where the lowest rank is: who has come, with its address, and over which connection.
     present: dict[int, str] = field(default_factory=dict)
     guests: dict[int, object] = field(default_factory=dict)
-    # All have come, or it is over.
-    decided: anyio.Event = field(default_factory=anyio.Event)
+    linked: set[int] = field(default_factory=set)
     told: set[int] = field(default_factory=set)
+    lost: int | None = None  # a member that left while it was linking
+    # All have come, have linked, have been told that all have; or it is over.
+    all_there: anyio.Event = field(default_factory=anyio.Event)
+    all_linked: anyio.Event = field(default_factory=anyio.Event)
     all_told: anyio.Event = field(default_factory=anyio.Event)
 
     @property
@@ -139,21 +149,38 @@ class _Communicator:
             return f"cluster {hello.cluster_id} is no other member"
         return ""
 
+    @property
+    def complete(self) -> bool:
+        return len(self.present) == len(self.members)
+
     def came(self, cluster_id: int, address: str, guest: object = None) -> None:
         self.present[cluster_id] = address
         self.guests[cluster_id] = guest
-        if len(self.present) == len(self.members):
-            self.decided.set()
+        if self.complete:
+            self.all_there.set()
 
-    def was_told(self, cluster_id: int) -> None:
-        """Note that a member was given the addresses, or could not be."""
+    def has_linked(self, cluster_id: int) -> None:
+        self.linked.add(cluster_id)
+        if len(self.linked) == len(self.peers):
+            self.all_linked.set()
+
+    def went(self, cluster_id: int, guest: object) -> None:
+        """Note that a member is gone: too early, or when it has been told that all have linked."""
+        if self.guests.get(cluster_id) is not guest:
+            return  # it has come anew
+        if not self.complete:
+            del self.present[cluster_id], self.guests[cluster_id]
+            return
+        if not self.all_linked.is_set():
+            self.lost = cluster_id
+            self.all_linked.set()
         self.told.add(cluster_id)
-        if len(self.told) == len(self.members) - 1:
+        if len(self.told) == len(self.peers):
             self.all_told.set()
 
-    def left(self, cluster_id: int, guest: object) -> None:
-        if not self.decided.is_set() and self.guests.get(cluster_id) is guest:
-            del self.present[cluster_id], self.guests[cluster_id]
+    def is_over(self) -> None:
+        for event in (self.all_there, self.all_linked, self.all_told):
+            event.set()
 
 
 @dataclass(eq=False)
@@ -204,10 +231,11 @@ class Communicators:
         one = _Communicator(self._last_id + 1, name, members, me, seconds, self._found(members))
         if any(other.name == name and other.ranks.keys() == one.ranks.keys() for other in self._preparing()):
             raise _error(_LINK_FAILED, f"{name!r} is being linked already; unlink it first")
+        places = one.places
         self._last_id += 1
         async with one.opened:
             if one.leads:
-                for where in one.places:
+                for where in places:
                     await one.opened.enter_async_context(self._open(where))
             # From here on its task closes what was opened, or `_ended` where that was too fast for it.
             one.opened = one.opened.pop_all()
@@ -287,59 +315,65 @@ class Communicators:
             _log_failure(one, str(why))
         finally:
             one.status = status
-            one.decided.set()
+            one.is_over()
             self._stop_listening()
 
     async def _link_all(self, one: _Communicator) -> None:
         # From before anyone can link this node, so that none is missed.
         events = self._dd.events()
-        addresses = await (self._let_come(one) if one.leads else self._go(one))
-        for member in one.members:
-            if member.rank < one.me.rank:
-                await self._dd.link(ClusterInfo(member.cluster_id, addresses[member.cluster_id]), timeout=None)
-        higher = {member.cluster_id for member in one.members if member.rank > one.me.rank}
-        while not higher <= self._dd.links.keys():
+        await (self._let_come(one) if one.leads else self._go(one))
+        # Those of higher rank have linked this node, and the news may arrive a moment later.
+        while not {member.cluster_id for member in one.peers} <= self._dd.links.keys():
             async for _ in events:
                 break
             else:
                 raise _Failed("this node is closed")
-        if one.leads:
-            # Where all were linked before, they might not have heard yet.
-            await one.all_told.wait()
 
-    async def _let_come(self, one: _Communicator) -> dict[int, str]:
-        """Wait until all members have come to this one."""
+    async def _let_come(self, one: _Communicator) -> None:
+        """Be the one to whom the others come."""
         one.came(one.me.cluster_id, str(await self._listen(one.own_host(None))))
-        await one.decided.wait()
-        return one.present
+        await one.all_linked.wait()
+        if one.lost is not None:
+            raise _Failed(f"cluster {one.lost} left before all were linked")
+        await one.all_told.wait()
 
-    async def _go(self, one: _Communicator) -> dict[int, str]:
-        """Go to the lowest rank, again and again, until it says where all can be linked."""
+    async def _go(self, one: _Communicator) -> None:
+        """Go to the lowest rank, again and again, until all have come there; link those of lower rank, and say so."""
         pause = _FIRST_PAUSE
         while True:
             async with _connected(one.places) as stream:
-                answer = None if stream is None else await self._ask(one, stream)
-            if answer is not None:
-                if answer.refused:
-                    raise _Failed(f"cluster {one.lead.cluster_id} refuses: {answer.refused}")
-                return answer.addresses
+                talk = None if stream is None else _Talk(stream)
+                answer = None if talk is None else await self._ask(one, talk)
+                if talk is not None and answer is not None:
+                    for member in one.members:
+                        if member.rank < one.me.rank:
+                            address = answer.addresses[member.cluster_id]
+                            await self._dd.link(ClusterInfo(member.cluster_id, address), timeout=None)
+                    try:
+                        await talk.say(_Linked())
+                        await talk.hear(_Linked)
+                    except (*_GONE, *_STRANGE):
+                        raise _Failed(f"cluster {one.lead.cluster_id} left before all were linked") from None
+                    return
             await anyio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    async def _ask(self, one: _Communicator, stream: anyio.abc.ByteStream) -> _Answer | None:
+    async def _ask(self, one: _Communicator, talk: _Talk) -> _Answer | None:
         """Return what the lowest rank says once all are there, or None if it has to be asked again."""
         highest = one.me is one.members[-1]
-        address = "" if highest else str(await self._listen(one.own_host(stream)))
+        address = "" if highest else str(await self._listen(one.own_host(talk.stream)))
         try:
-            await _send(stream, _Hello(one.name, one.ranks, one.me.cluster_id, address))
-            answer = await _read(stream, _Answer)
+            await talk.say(_Hello(one.name, one.ranks, one.me.cluster_id, address))
+            answer = await talk.hear(_Answer)
         except _GONE:
             return None
-        except (msgspec.MsgspecError, anyio.DelimiterNotFound) as why:
+        except _STRANGE as why:
             raise _Failed(f"who listens for cluster {one.lead.cluster_id} speaks another language: {why}") from None
         if answer.later:
             return None
-        if not answer.refused and answer.addresses.keys() != one.ranks.keys():
+        if answer.refused:
+            raise _Failed(f"cluster {one.lead.cluster_id} refuses: {answer.refused}")
+        if answer.addresses.keys() != one.ranks.keys():
             raise _Failed(f"cluster {one.lead.cluster_id} names other members: {sorted(answer.addresses)}")
         return answer
 
@@ -391,45 +425,70 @@ class Communicators:
             if not _of_this_user(stream) or self._guests >= _MOST_GUESTS:
                 return
             self._guests += 1
+            talk = _Talk(stream)
             try:
                 with anyio.fail_after(_HELLO_SECONDS):
-                    hello = await _read(stream, _Hello)
-                await self._answer(hello, stream)
-            except (*_GONE, TimeoutError, msgspec.MsgspecError, anyio.DelimiterNotFound) as why:
+                    hello = await talk.hear(_Hello)
+                await self._answer(hello, talk)
+            except (*_GONE, *_STRANGE, TimeoutError) as why:
                 get_logger().info("someone came and left, or is no member: %r", why)
             finally:
                 self._guests -= 1
 
-    async def _answer(self, hello: _Hello, stream: anyio.abc.SocketStream) -> None:
+    async def _answer(self, hello: _Hello, talk: _Talk) -> None:
         led = [one for one in self._preparing() if one.leads and one.name == hello.name]
         one = next((one for one in led if one.ranks == hello.ranks), led[0] if led else None)
         if one is None:
-            await _send(stream, _Answer(later=True))
+            await talk.say(_Answer(later=True))
         elif why := one.objection(hello):
-            await _send(stream, _Answer(refused=why))
-        elif await _attended(one, hello, stream):
+            await talk.say(_Answer(refused=why))
+        else:
+            one.came(hello.cluster_id, hello.address, talk)
             try:
-                await _send(stream, _Answer(addresses=one.present))
+                await _attend(one, hello.cluster_id, talk)
             finally:
-                one.was_told(hello.cluster_id)
+                one.went(hello.cluster_id, talk)
 
 
-async def _attended(one: _Communicator, hello: _Hello, stream: anyio.abc.SocketStream) -> bool:
-    """Count a member in, and say whether it is still there when all have come."""
-    one.came(hello.cluster_id, hello.address, stream)
-    async with anyio.create_task_group() as group:
+async def _attend(one: _Communicator, cluster_id: int, talk: _Talk) -> None:
+    """Be with a member, until all are linked."""
+    if not await talk.unless_it_leaves(one.all_there) or not one.complete:
+        return
+    await talk.say(_Answer(addresses=one.present))
+    await talk.hear(_Linked)
+    one.has_linked(cluster_id)
+    if await talk.unless_it_leaves(one.all_linked) and len(one.linked) == len(one.peers):
+        await talk.say(_Linked())
 
-        async def watch() -> None:
-            # It says nothing more: this ends when it leaves.
-            with contextlib.suppress(*_GONE):
-                await stream.receive(1)
-            one.left(hello.cluster_id, stream)
+
+class _Talk:
+    """Lines of JSON over a connection."""
+
+    def __init__(self, stream: anyio.abc.SocketStream) -> None:
+        self.stream = stream
+        self._lines = BufferedByteReceiveStream(stream)
+
+    async def say(self, message: msgspec.Struct) -> None:
+        await self.stream.send(msgspec.json.encode(message) + b"\n")
+
+    async def hear(self, kind: type[_T]) -> _T:
+        line = await self._lines.receive_until(b"\n", _LINE_LIMIT)
+        return msgspec.json.decode(line, type=kind)
+
+    async def unless_it_leaves(self, event: anyio.Event) -> bool:
+        """Wait for an event while the other end has nothing to say; False if it leaves, or says something."""
+        async with anyio.create_task_group() as group:
+
+            async def watch() -> None:
+                with contextlib.suppress(*_GONE):
+                    await self.stream.receive(1)
+                group.cancel_scope.cancel()
+
+            group.start_soon(watch)
+            await event.wait()
             group.cancel_scope.cancel()
-
-        group.start_soon(watch)
-        await one.decided.wait()
-        group.cancel_scope.cancel()
-    return len(one.present) == len(one.members)
+            return True
+        return False
 
 
 def _error(status: LLMStatusCode, text: str) -> LLMException:
@@ -489,12 +548,3 @@ def _of_this_user(stream: anyio.abc.SocketStream) -> bool:
         return True
     _, user, _ = struct.unpack("3i", raw.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return bool(user == os.geteuid())
-
-
-async def _send(stream: anyio.abc.ByteStream, message: msgspec.Struct) -> None:
-    await stream.send(msgspec.json.encode(message) + b"\n")
-
-
-async def _read(stream: anyio.abc.ByteStream, kind: type[_T]) -> _T:
-    line = await BufferedByteReceiveStream(stream).receive_until(b"\n", _LINE_LIMIT)
-    return msgspec.json.decode(line, type=kind)
