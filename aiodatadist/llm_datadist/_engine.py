@@ -146,6 +146,7 @@ class Engine:
         self._communicators: Communicators
         self._aside: DataDist | None = None
         self._counted: CountedLinks | None = None  # with the backend hixl
+        self._linked_to_self = False  # of which the node's links say nothing
         self._portal = Portal()
         try:
             self.run("init", self._open)
@@ -597,6 +598,7 @@ class Engine:
                 await counted.link(info, seconds)
             else:
                 await self._dd.link(info, timeout=seconds)
+                self._linked_to_self |= peer.cluster_id == self.config.cluster_id
         except LLMException as why:
             log.error("cluster %d cannot be linked: %s", peer.cluster_id, why)
             return why.status_code
@@ -609,6 +611,8 @@ class Engine:
 
     async def _is_linked(self, cluster_id: int) -> bool:
         """Say whether there is a link, and the peer is still there: it may have been restarted this moment."""
+        if cluster_id == self.config.cluster_id:
+            return self._linked_to_self
         link = self._dd.links.get(cluster_id)
         if link is None:
             return False
@@ -620,6 +624,8 @@ class Engine:
 
     async def _unlink(self, cluster_id: int, seconds: float, force: bool) -> LLMStatusCode:
         until = time.monotonic() + seconds
+        if cluster_id == self.config.cluster_id:
+            self._linked_to_self = False
         if not force and (moving := self._moving.get(cluster_id)):
             await asyncio.wait(moving, timeout=seconds)
         try:
@@ -671,7 +677,7 @@ class Engine:
     @property
     def has_links(self) -> bool:
         """Whether any peer is linked."""
-        return len(self._dd.links) > 0
+        return self._linked_to_self or len(self._dd.links) > 0
 
     def switch_role(self, role: LLMRole, listen: tuple[str, int] | None) -> None:
         """Take another role; listen at another address, or no longer.
@@ -685,9 +691,9 @@ class Engine:
 
         async def switch() -> None:
             dd = self._dd
-            if not self.config.hixl and dd.links:
+            if not self.config.hixl and self.has_links:
                 raise LLMException(
-                    f"[switch_role] failed: clusters {list(dd.links)} are linked",
+                    f"[switch_role] failed: clusters {list(dd.links) or self.config.cluster_id} are linked",
                     status_code=LLMStatusCode.LLM_EXIST_LINK,
                 )
             at = dd.listen_address
