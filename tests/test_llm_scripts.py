@@ -245,7 +245,7 @@ assert llm_datadist is ours and types is ours.v2.llm_types and CacheDesc is ours
 assert llm_datadist.v2.llm_types is types and LLMException is ours.LLMException
 assert ours.__name__ == ours.__spec__.name == "aiodatadist.llm_datadist", ours.__spec__
 for found in pkgutil.walk_packages(llm_datadist.__path__, "llm_datadist."):
-    if not found.name.endswith("__main__"):
+    if not found.name.endswith("__main__") and ".children." not in found.name:
         module = importlib.import_module(found.name)
         assert module is importlib.import_module("aiodatadist." + found.name), found.name
         assert module.__spec__.name == module.__name__ == "aiodatadist." + found.name
@@ -300,6 +300,42 @@ def test_installing_refuses_where_the_real_one_is_imported(first: bool, tmp_path
     text = INSTALL.format(real=str(tmp_path), first=first)
     done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (0, "as it should be\n"), done.stderr
+
+
+CHILDREN = """
+import multiprocessing, subprocess, sys
+
+def work(queue):
+    import llm_datadist.v2.llm_types
+    from llm_datadist import LLMDataDist
+    queue.put([LLMDataDist.__module__, llm_datadist.v2.llm_types.CacheDesc is llm_datadist.CacheDesc])
+
+import llm_datadist
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        import torchair, torch_npu
+        assert torch_npu.npu.current_device() == 0 and torchair.llm_datadist.create_npu_tensors
+        print("a child")
+    else:
+        context = multiprocessing.get_context("spawn")
+        queue = context.Queue()
+        child = context.Process(target=work, args=(queue,))
+        child.start()
+        child.join()
+        if child.exitcode == 0:
+            print(*queue.get(), flush=True)
+        sys.exit(child.exitcode or subprocess.call([sys.executable, __file__, "child"]))
+"""
+
+
+def test_processes_of_the_script_are_served_too(nursery: Nursery, tmp_path: Path) -> None:
+    said = "aiodatadist.llm_datadist.v2.llm_datadist True\n"
+    status, out, err = run_script(nursery, tmp_path, CHILDREN, "--cpu")
+    assert (status, out) == (0, said + "a child\n"), err
+    status, out, err = run_script(nursery, tmp_path, CHILDREN)
+    assert (status, out) == (1, said), err
+    assert "No module named 'torchair'" in err
 
 
 # torch_npu on host memory. ------------------------------------------------------------------------------------

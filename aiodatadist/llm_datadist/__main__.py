@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from types import CodeType, ModuleType
 
-from . import host_npu
+from . import children, host_npu
 from .aliases import install
 
 
@@ -40,8 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as why:
         parser.error(f"cannot read {options.script!r}: {why.strerror}")
     install()
+    paths = [os.path.dirname(children.__file__)]
     if options.cpu:
         host_npu.install()
+        paths.append(os.path.join(paths[0], "aiodatadist_cpu"))
         print("aiodatadist: --cpu: no NPU is used; torch.npu and torch_npu here are host memory", file=sys.stderr)
     script = ModuleType("__main__")
     script.__file__ = options.script
@@ -49,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # As for `python SCRIPT`: its folder comes in the place of the current one.
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(options.script))
+    # For processes that the script starts. Those that multiprocessing spawns have its sys.path, all others the variable.
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+    sys.path[1:1] = paths
     sys.argv = [options.script, *options.arguments]
     sys.modules["__main__"] = script
     exec(code, script.__dict__)

@@ -21,6 +21,8 @@ __all__ = ["Event", "create_npu_tensors", "current_device", "install", "set_devi
 
 _NAMES: Final = ("Event", "current_device", "set_device", "synchronize")
 
+_ORIGIN: Final = "aiodatadist --cpu"
+
 _device = 0
 
 
@@ -96,14 +98,17 @@ def create_npu_tensors(shape: Sequence[int], dtype: Any, addresses: Sequence[int
 
 
 def install() -> None:
-    """Put the modules in place, and hold on to torch's import.
+    """Put the modules in place, and hold on to torch's import; again is no error.
 
     Raises
     ------
     RuntimeError
         The real ``torch_npu`` is imported already.
     """
-    if "torch_npu" in sys.modules or "torchair" in sys.modules:
+    present = [module for name in ("torch_npu", "torchair") if (module := sys.modules.get(name)) is not None]
+    if present:
+        if all(getattr(module.__spec__, "origin", None) == _ORIGIN for module in present):
+            return
         raise RuntimeError("torch_npu or torchair is imported already; nothing can take its place")
     # An installed torch_npu would load with torch.
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
@@ -119,7 +124,7 @@ def install() -> None:
 
 def _module(name: str, contents: dict[str, Any]) -> ModuleType:
     module = ModuleType(name, "Host memory in the place of an NPU, by aiodatadist.")
-    module.__spec__ = ModuleSpec(name, None, origin="aiodatadist --cpu", is_package="__path__" in contents)
+    module.__spec__ = ModuleSpec(name, None, origin=_ORIGIN, is_package="__path__" in contents)
     module.__dict__.update(contents)
 
     def missing(attribute: str) -> Any:
