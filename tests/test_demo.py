@@ -1,4 +1,7 @@
-"""The demo proves that a cache arrived, and fails when it did not: each control, a killed node, a wrong path."""
+"""The demo proves that a cache arrived, and fails when it did not: each control, a killed node, a wrong path.
+
+What both modes share is tried in one of them.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,19 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
-from aiodatadist.commands import CommandError, demo, demo_messages, main
+import aiodatadist as adt
+from aiodatadist.commands import CommandError, demo, demo_messages, demo_nodes, main
 from aiodatadist.model import draw_prompt
 
-from .waiting import PATIENCE
+from .pairs import USER, linked, pattern
+from .waiting import PATIENCE, until, until_now
 
 ROOT = Path(__file__).parent.parent
 COMMAND = [sys.executable, "-m", "aiodatadist", "demo"]
@@ -65,12 +72,88 @@ def test_every_transport_and_memory_brings_the_same_tokens() -> None:
     assert len(texts) == 1
 
 
+def test_layers_are_pushed_while_the_model_computes() -> None:
+    done = run_demo("--mode", "layerwise", "--seed", "11", "--tokens", "40")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert row(done.stdout, "path").startswith("shm-mapped")
+    assert row(done.stdout, "digests") == f"{DIGESTS} of {DIGESTS} (layer, block) agree"
+    assert row(done.stdout, "tokens") == "40 of 40 as in a single process"
+    assert "601 tokens, 38 blocks, 1,245,184 bytes in 4 layers" in row(done.stdout, "KV cache")
+    found = re.match(r"([\d,]+) of 1,245,184 bytes \((\d) of 4 layers\) were on", row(done.stdout, "overlap"))
+    assert found, row(done.stdout, "overlap")
+    assert int(found[1].replace(",", "")) == int(found[2]) * 1_245_184 // 4
+    assert re.match(r"all bytes \S+ [mu]?s after .* pushed at the end \S+ [mu]?s", row(done.stdout, "repeated"))
+    assert "\nOK: " in done.stdout
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+async def test_a_layer_leaves_before_the_next_is_computed(at_end: bool) -> None:
+    layers, src, dst = 3, [4, 1, 6], [0, 7, 2]
+    async with linked() as pair:
+        here = await pair.offer(pattern(1, (8, 256), tensors=2 * layers))
+        there = await pair.take(pattern(2, (8, 256), tensors=2 * layers), key=demo_nodes.DECODE_CACHE)
+        await until(lambda: demo_nodes.DECODE_CACHE in pair.owner.links[USER].table)
+        untouched = [tensor.copy() for tensor in there.tensors]
+
+        def compute(on_layer: Callable[[int], None]) -> str:
+            for layer in range(layers):
+                mine, theirs = here.tensors[2 * layer : 2 * layer + 2], there.tensors[2 * layer : 2 * layer + 2]
+                for tensor in mine:
+                    tensor[src] = layer + 1
+                on_layer(layer)
+                if not at_end:
+                    # Pushed at the end, it would never be there.
+                    until_now(lambda theirs=theirs, all_of=layer + 1: all((t[dst] == all_of).all() for t in theirs))
+                elif layer < layers - 1:
+                    assert all(np.array_equal(*both) for both in zip(there.tensors, untouched, strict=True))
+            return "logits"
+
+        places = demo_messages.Places(dst, [(0, layers)], at_end)
+        result, computed = await demo_nodes.push_layers(pair.owner.cache_manager, here, compute, src, places)
+        assert result == "logits"
+        assert computed == sorted(computed)
+        assert len(computed) == layers
+        for mine, theirs in zip(here.tensors, there.tensors, strict=True):
+            assert np.array_equal(theirs[dst], mine[src])
+
+
+async def test_a_layer_that_is_not_wanted_is_not_pushed_and_a_lost_decode_node_is_an_error() -> None:
+    async with linked() as pair:
+        here = await pair.offer(pattern(1, (4, 64), tensors=6))
+        there = await pair.take(pattern(2, (4, 64), tensors=6), key=demo_nodes.DECODE_CACHE)
+        await until(lambda: demo_nodes.DECODE_CACHE in pair.owner.links[USER].table)
+        untouched = [tensor.copy() for tensor in there.tensors]
+
+        def compute(on_layer: Callable[[int], None]) -> None:
+            for layer in range(3):
+                on_layer(layer)
+
+        caches = pair.owner.cache_manager
+        places = demo_messages.Places([1], [(0, 1), (2, 3)])
+        await demo_nodes.push_layers(caches, here, compute, [3], places)
+        same = [np.array_equal(*both) for both in zip(there.tensors, untouched, strict=True)]
+        assert same == [False, False, True, True, False, False]
+        await pair.user.cache_manager.unregister_cache(there)
+        await until(lambda: demo_nodes.DECODE_CACHE not in pair.owner.links[USER].table)
+        with pytest.raises(ExceptionGroup) as raised:
+            await demo_nodes.push_layers(caches, here, compute, [3], places)
+        assert [type(error) for error in raised.value.exceptions] == [adt.CacheNotFound] * 2
+
+
+def test_overlap_is_what_landed_before_the_last_layer() -> None:
+    assert demo._tail([1.0, 2.0, 3.0], [(0, 1.5), (1, 2.5), (2, 3.25)]) == 0.25
+    assert demo._tail([1.0, 2.0, 3.0], [(0, 1.5), (1, 2.5)]) == 0.0  # the last was left out
+
+
 @pytest.mark.parametrize(
     ("control", "options", "where", "agree"),
     [
-        ("flip-byte", [], r"layer \d, block (\d+) ", DIGESTS - 1),
+        ("flip-byte", ["--mode", "layerwise"], r"layer \d, block (\d+) ", DIGESTS - 1),
         ("swap-blocks", ["--transport", "tcp"], r"all 4 layers, blocks \d+(, |-)\d+ ", DIGESTS - 8),
+        ("swap-blocks", ["--mode", "layerwise"], r"all 4 layers, blocks \d+(, |-)\d+ ", DIGESTS - 8),
         ("drop-layer", ["--memory", "ordinary"], r"layer \d, blocks 0-37 ", DIGESTS - 38),
+        ("drop-layer", ["--mode", "layerwise", "--transport", "tcp"], r"layer \d, blocks 0-37 ", DIGESTS - 38),
         ("zero", [], r"all 4 layers, block \d+ ", DIGESTS - 4),
     ],
 )
@@ -161,11 +244,12 @@ def test_other_path_than_the_one_asked_for_fails() -> None:
 def test_decode_node_is_told_nothing_of_the_prompt() -> None:
     told = {
         field.name
-        for kind in (demo_messages.DecodeJob, demo_messages.Handoff)
+        for kind in (demo_messages.DecodeJob, demo_messages.Handoff, demo_messages.Offer, demo_messages.FirstToken)
         for field in msgspec.structs.fields(kind)
     }
     assert told == {
-        "address", "max_new_tokens", "transport", "memory", "layout_seed", "control", "first_token", "length", "blocks",
+        "address", "max_new_tokens", "transport", "memory", "mode", "layout_seed", "control",
+        "first_token", "length", "blocks", "token",
     }  # fmt: skip
 
 

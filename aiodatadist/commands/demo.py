@@ -5,6 +5,9 @@ paged KV cache in the library. The decode node never sees the prompt: it links t
 token, the prompt's length and the block numbers, pulls those blocks into other blocks of its own cache, and goes on
 generating. The reference generates in a single process.
 
+With --mode layerwise the decode node chooses its blocks first, and the prefill node pushes each layer into them while
+it computes the next.
+
 Exits 0 only if the decode node wrote the reference's tokens and every block of every layer has the same digest on
 both nodes. With --control the transfer is damaged on purpose, and the demo has to notice and exit 1.
 
@@ -30,7 +33,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import aiodatadist
 from aiodatadist.model import MODEL_NAMES, LanguageModel, ModelConfig, Tokenizer, find_model
@@ -47,6 +50,9 @@ _GRACE: Final = 1.0
 """Seconds for the other nodes to end, and say why, when one has failed."""
 _LINE_LIMIT: Final = 1 << 20
 _NODES: Final = "aiodatadist.commands.demo_nodes"
+_PAIRS: Final = 4
+_REPEAT_SECONDS: Final = 6.0
+"""Prefills are repeated at most so often, and for so long as far as the first one foretells."""
 
 R = TypeVar("R", bound=msg.Message)
 
@@ -251,11 +257,19 @@ class Story:
     loaded: msg.Loaded
     prefilled: msg.Prefilled
     linked: msg.Linked
-    pulled: msg.Pulled
+    arrived: msg.Arrived
     generated: msg.Generated
     reference: msg.Generated
     measured: msg.Measured | None = None
+    tails: Tails | None = None
     measured_right: bool = True
+
+
+class Tails(NamedTuple):
+    """How long after the last layer was computed all layers were on the decode node, in seconds, of each round."""
+
+    layerwise: list[float]
+    at_end: list[float]
 
 
 class Progress:
@@ -285,50 +299,84 @@ async def _play(arguments: argparse.Namespace, prompt: str, tokens: list[int], s
         # All of them, before anybody measures anything.
         loaded = [await node.receive(msg.Loaded) for node in (prefill, decode, reference)]
         progress(f"each loaded the model, in {_seconds(max(each.seconds for each in loaded))}", "the prefill")
-        await prefill.send(msg.PrefillJob(tokens, transport, memory, layout.getrandbits(32)))
-        prefilled = await prefill.receive(msg.Prefilled)
-        progress(
-            f"prefill: {len(tokens)} tokens in {_seconds(prefilled.seconds)}, {_blocks(prefilled.blocks)} of "
-            f"{msg.BLOCK_SIZE} tokens in {memory} memory, listening on {prefilled.address}",
-            "linking",
-        )
+        await prefill.send(msg.PrefillJob(tokens, transport, memory, arguments.mode, layout.getrandbits(32)))
+        listening = await prefill.receive(msg.Listening)
         job = msg.DecodeJob(
-            address=prefilled.address,
+            address=listening.address,
             max_new_tokens=arguments.tokens,
             transport=transport,
             memory=memory,
+            mode=arguments.mode,
             layout_seed=layout.getrandbits(32),
             control=arguments.control,
         )
-        await decode.send(job)
-        linked = await decode.receive(msg.Linked)
-        progress(f"decode: linked in {_seconds(linked.seconds)}, path {linked.cache}", "pulling the blocks")
-        _check_path(linked, transport)
-        pulled = await decode.receive(msg.Pulled)
-        progress(
-            f"decode: pulled {_blocks(pulled.blocks)}, {_bytes(pulled.nbytes)}, in {_seconds(pulled.seconds)}",
-            "generating",
-        )
-        if pulled.damage:
-            progress(f"decode: DAMAGED ON PURPOSE: {pulled.damage}", "generating")
-        # Only now, so that the reference took no time from the pull.
+        if arguments.mode == "pull":
+            prefilled = await prefill.receive(msg.Prefilled)
+            progress(f"{_tell(prefilled, tokens, memory)}, listening on {listening.address}", "linking")
+            linked = await _link(decode, job, progress, "pulling the blocks")
+            arrived = await decode.receive(msg.Arrived)
+            progress(f"decode: pulled {_what(arrived)}, in {_seconds(arrived.seconds)}", "generating")
+        else:
+            progress(f"prefill: listening on {listening.address}", "linking")
+            linked = await _link(decode, job, progress, "the prefill, layer by layer")
+            prefilled = await prefill.receive(msg.Prefilled)
+            progress(f"{_tell(prefilled, tokens, memory)}, each layer pushed at once", "waiting for the layers")
+            arrived = await decode.receive(msg.Arrived)
+            progress(f"decode: was pushed {_what(arrived)}, in {len(arrived.landings)} layers", "generating")
+        if arrived.damage:
+            progress(f"decode: DAMAGED ON PURPOSE: {arrived.damage}", "generating")
+        # Only now, so that the reference took no time from the transfer.
         await reference.send(msg.ReferenceJob(tokens, arguments.tokens))
         generated = await decode.receive(msg.Generated)
         progress(f"decode: generated {len(generated.tokens)} tokens in {_seconds(generated.seconds)}", "the reference")
         alone = await reference.receive(msg.Generated)
         await reference.finish()
         progress(f"reference: the same in a single process, in {_seconds(alone.seconds)}", "measuring")
-        story = Story(prompt, tokens, loaded[0], prefilled, linked, pulled, generated, alone)
+        story = Story(prompt, tokens, loaded[0], prefilled, linked, arrived, generated, alone)
         if arguments.control is None:
-            await prefill.send(msg.TellDigest())
-            expected = await prefill.receive(msg.CacheDigest)
-            await decode.send(msg.Measure())
-            story.measured = await decode.receive(msg.Measured)
-            story.measured_right = story.measured.digest == expected.digest
-            progress(f"decode: pulled the whole cache {len(story.measured.whole) + 1} times", "closing")
+            measure = _measure_pulls if arguments.mode == "pull" else _repeat_prefills
+            progress(await measure(prefill, decode, story), "closing")
         await decode.finish()
         await prefill.finish()
     return story
+
+
+async def _link(decode: Node, job: msg.DecodeJob, progress: Progress, then: str) -> msg.Linked:
+    await decode.send(job)
+    linked = await decode.receive(msg.Linked)
+    progress(f"decode: linked in {_seconds(linked.seconds)}, path {linked.cache}", then)
+    _check_path(linked, job.transport)
+    return linked
+
+
+async def _measure_pulls(prefill: Node, decode: Node, story: Story) -> str:
+    """Measure more pulls, and return what to tell."""
+    await prefill.send(msg.TellDigest())
+    expected = await prefill.receive(msg.CacheDigest)
+    await decode.send(msg.Measure())
+    story.measured = await decode.receive(msg.Measured)
+    story.measured_right = story.measured.digest == expected.digest
+    return f"decode: pulled the whole cache {len(story.measured.whole) + 1} times"
+
+
+async def _repeat_prefills(prefill: Node, decode: Node, story: Story) -> str:
+    """Compare with pushing at the end, and return what to tell."""
+    pairs = min(_PAIRS, int(_REPEAT_SECONDS / (2 * story.prefilled.seconds)))
+    if pairs == 0:
+        return "prefill: takes too long to be repeated"
+    for node in (prefill, decode):
+        await node.send(msg.Repeat(pairs))
+    repeated = await decode.receive(msg.Repeated)
+    computed = await prefill.receive(msg.Computed)
+    seconds = [_tail(*each) for each in zip(computed.rounds, repeated.rounds, strict=True)]
+    story.tails = Tails(seconds[::2], seconds[1::2])
+    story.measured_right = all(digests == story.prefilled.digests for digests in repeated.digests)
+    return f"prefill: pushed {pairs} more times layer by layer, and as often at the end"
+
+
+def _tail(computed: Sequence[float], landings: Sequence[msg.Landing]) -> float:
+    """Return the seconds from the last layer's keys and values to the arrival of all that was pushed; at least 0."""
+    return max(0.0, max(when for _, when in landings) - computed[-1])
 
 
 def _check_path(linked: msg.Linked, transport: str) -> None:
@@ -353,14 +401,14 @@ async def _play_within_limit(arguments: argparse.Namespace, prompt: str, tokens:
 def _differences(story: Story, tokenizer: Tokenizer) -> list[str]:
     """Return everything in which the decode node differs from what it should be; nothing if all is well."""
     found = []
-    expected, actual = set(story.prefilled.digests), set(story.pulled.digests)
+    expected, actual = set(story.prefilled.digests), set(story.arrived.digests)
     wrong = sorted({(layer, block) for layer, block, _ in expected ^ actual})
     if wrong:
         layer, block = wrong[0]
         found.append(
             f"{len(wrong)} of {len(expected)} digests differ: {_name_blocks(wrong, story.prefilled.layers)} "
             f"(the first: layer {layer}, block {block}, which is block {story.prefilled.blocks[block]} of the "
-            f"prefill node and block {story.pulled.blocks[block]} of the decode node)"
+            f"prefill node and block {story.arrived.blocks[block]} of the decode node)"
         )
     elif len(expected) != story.prefilled.layers * len(story.prefilled.blocks):
         found.append(f"only {len(expected)} blocks were digested")
@@ -375,7 +423,7 @@ def _differences(story: Story, tokenizer: Tokenizer) -> list[str]:
             f"{_token(written, first, tokenizer)} on the decode node"
         )
     if not story.measured_right:
-        found.append("the whole cache, pulled to measure the speed, has another digest than the original")
+        found.append("what was transferred again, to measure the speed, has other digests than the original")
     return found
 
 
@@ -430,6 +478,17 @@ def _blocks(blocks: Sequence[int]) -> str:
     return f"{len(blocks)} block{'s' if len(blocks) > 1 else ''}"
 
 
+def _tell(prefilled: msg.Prefilled, tokens: Sequence[int], memory: str) -> str:
+    return (
+        f"prefill: {len(tokens)} tokens in {_seconds(prefilled.seconds)}, {_blocks(prefilled.blocks)} of "
+        f"{msg.BLOCK_SIZE} tokens in {memory} memory"
+    )
+
+
+def _what(arrived: msg.Arrived) -> str:
+    return f"{_blocks(arrived.blocks)}, {_bytes(arrived.nbytes)}"
+
+
 def _speed(nbytes: int, seconds: float) -> str:
     return f"{nbytes / max(seconds, 1e-9) / 1e9:.2f} GB/s"
 
@@ -449,9 +508,10 @@ def _quoted(text: str) -> str:
 
 
 def _rows(story: Story, arguments: argparse.Namespace, tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    prefilled, pulled, loaded = story.prefilled, story.pulled, story.loaded
+    prefilled, arrived, loaded = story.prefilled, story.arrived, story.loaded
     tail = story.prompt if len(story.prompt) <= 100 else "..." + story.prompt[-100:]
-    same = len(set(prefilled.digests) & set(pulled.digests))
+    same = len(set(prefilled.digests) & set(arrived.digests))
+    told = "first token, length, block numbers" if arguments.mode == "pull" else "length and first token"
     agree = 0
     for right, written in zip(story.reference.tokens, story.generated.tokens, strict=False):
         if right != written:
@@ -467,25 +527,25 @@ def _rows(story: Story, arguments: argparse.Namespace, tokenizer: Tokenizer) -> 
         ("memory", f"{arguments.memory}, on both nodes; mode {arguments.mode}"),
         (
             "blocks",
-            f"{_some(prefilled.blocks)} of the prefill node to {_some(pulled.blocks)} of the decode node",
+            f"{_some(prefilled.blocks)} of the prefill node to {_some(arrived.blocks)} of the decode node",
         ),
         (
             "handed over",
-            f"{pulled.received} bytes: first token, length, block numbers; the prompt never reaches the decode node",
+            f"{arrived.received} bytes: {told}; the prompt never reaches the decode node",
         ),
         (
             "KV cache",
-            f"{len(story.tokens)} tokens, {_blocks(pulled.blocks)}, {pulled.nbytes:,} bytes in "
-            f"{_seconds(pulled.seconds)}: {_speed(pulled.nbytes, pulled.seconds)} (the first pull on this link: it "
-            "meets pages that nobody has touched)",
+            f"{len(story.tokens)} tokens, {_blocks(arrived.blocks)}, {arrived.nbytes:,} bytes {_how(arrived)}",
         ),
     ]
+    if arguments.mode == "layerwise":
+        rows += _overlap_rows(story)
     if (measured := story.measured) is not None:
         again, whole = statistics.median(measured.again), statistics.median(measured.whole)
         rows += [
             (
                 "again",
-                f"as many blocks in {_seconds(again)}: {_speed(pulled.nbytes, again)} (median of "
+                f"as many blocks in {_seconds(again)}: {_speed(arrived.nbytes, again)} (median of "
                 f"{len(measured.again)} pulls of the same blocks, which by then lie in the processor's caches)",
             ),
             (
@@ -505,6 +565,37 @@ def _rows(story: Story, arguments: argparse.Namespace, tokenizer: Tokenizer) -> 
         ("tokens", f"{agree} of {len(story.reference.tokens)} as in a single process"),
         ("digests", f"{same} of {len(prefilled.digests)} (layer, block) agree"),
     ]
+    return rows
+
+
+def _how(arrived: msg.Arrived) -> str:
+    if arrived.landings:
+        return f"in {len(arrived.landings)} layers, {_seconds(arrived.seconds)} after the decode node chose its blocks"
+    return (
+        f"in {_seconds(arrived.seconds)}: {_speed(arrived.nbytes, arrived.seconds)} (the first pull on this link: it "
+        "meets pages that nobody has touched)"
+    )
+
+
+def _overlap_rows(story: Story) -> list[tuple[str, str]]:
+    computed, landings, nbytes = story.prefilled.computed, story.arrived.landings, story.arrived.nbytes
+    early = sum(when < computed[-1] for _, when in landings)
+    text = (
+        f"{nbytes // len(landings) * early:,} of {nbytes:,} bytes ({early} of {len(landings)} layers) were on the "
+        "decode node before the last layer's keys and values were computed"
+    )
+    if early < len(landings):
+        text += f"; the rest took {_seconds(_tail(computed, landings))} more"
+    rows = [("overlap", text)]
+    if (tails := story.tails) is not None:
+        layerwise, at_end = statistics.median(tails.layerwise), statistics.median(tails.at_end)
+        rows.append(
+            (
+                "repeated",
+                f"all bytes {_seconds(layerwise)} after the last layer's keys and values; pushed at the end "
+                f"{_seconds(at_end)} (medians of {len(tails.at_end)} prefills each, by turns)",
+            )
+        )
     return rows
 
 
@@ -555,7 +646,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="library",
         help="where the caches lie: memory of the library, which the peer maps, or numpy's own (library)",
     )
-    parser.add_argument("--mode", choices=("pull",), default="pull", help="who moves the blocks (pull)")
+    parser.add_argument(
+        "--mode",
+        choices=msg.MODES,
+        default=msg.MODES[0],
+        help="who moves the blocks: the decode node pulls them after the prefill, or the prefill node pushes each "
+        "layer while it computes the next (%(default)s)",
+    )
     parser.add_argument(
         "--tokens", type=_token_count, default=96, metavar="N", help="most tokens to generate, 1..1024 (96)"
     )
@@ -618,8 +715,8 @@ def run(arguments: argparse.Namespace) -> int:
     differences = _differences(story, tokenizer)
     _print_table(_rows(story, arguments, tokenizer))
     if differences:
-        if story.pulled.damage:
-            print(f"The transfer was damaged on purpose: {story.pulled.damage}.")
+        if story.arrived.damage:
+            print(f"The transfer was damaged on purpose: {story.arrived.damage}.")
         for difference in differences:
             print(f"DIFFERS: {difference}.")
         if story.generated.tokens == story.reference.tokens:

@@ -1,8 +1,8 @@
 """What the processes of the demo tell each other.
 
 Jobs and orders go from the demo to its nodes, reports come back: JSON, one object a line, over the nodes' stdin and
-stdout, as a router would speak with its workers. `Handoff` is another matter: it goes from the prefill node to the
-decode node, through the library.
+stdout, as a router would speak with its workers. What the prefill node and the decode node tell each other is another
+matter: `Handoff` and its like go through the library.
 """
 
 from __future__ import annotations
@@ -15,22 +15,31 @@ __all__ = [
     "BLOCK_SIZE",
     "CONTROLS",
     "DECODE_ID",
+    "MODES",
     "PREFILL_ID",
+    "Arrived",
     "CacheDigest",
+    "Computed",
     "DecodeJob",
     "Finish",
+    "FirstToken",
     "Generated",
     "Handoff",
+    "Landing",
     "Linked",
+    "Listening",
     "Load",
     "Loaded",
     "Measure",
     "Measured",
+    "Offer",
     "Order",
+    "Places",
     "Prefilled",
     "PrefillJob",
-    "Pulled",
     "ReferenceJob",
+    "Repeat",
+    "Repeated",
     "TellDigest",
     "read_order",
     "read_report",
@@ -47,8 +56,17 @@ BLOCK_SIZE: Final = 16
 CONTROLS: Final = ("flip-byte", "swap-blocks", "drop-layer", "zero")
 """Ways to damage the transfer on purpose."""
 
+MODES: Final = ("pull", "layerwise")
+"""Who moves the blocks: the decode node, when the prefill is over, or the prefill node, each layer once it is there."""
+
 Digests: TypeAlias = list[tuple[int, int, str]]
 """Layer, logical block and hexdigest, as in `aiodatadist.model.BlockDigest`."""
+
+Landing: TypeAlias = tuple[int, float]
+"""A layer, and the time at which the decode node's event loop heard that it is there.
+
+All times are those of CLOCK_MONOTONIC, which all processes of a host share.
+"""
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
@@ -90,6 +108,8 @@ class PrefillJob(Message, frozen=True):
         ``auto``, ``shm`` or ``tcp``.
     memory : str
         ``library`` or ``ordinary``.
+    mode : str
+        One of `MODES`.
     layout_seed : int
         For the choice of blocks, and for what lies in the blocks before.
     """
@@ -97,18 +117,19 @@ class PrefillJob(Message, frozen=True):
     tokens: list[int]
     transport: str
     memory: str
+    mode: str
     layout_seed: int
 
 
 class DecodeJob(Message, frozen=True):
-    """Link the prefill node, pull what it hands over, and go on generating.
+    """Link the prefill node, take what it hands over, and go on generating.
 
     Attributes
     ----------
     address : str
         Where the prefill node listens.
     max_new_tokens : int
-    transport, memory, layout_seed
+    transport, memory, mode, layout_seed
         As in `PrefillJob`.
     control : str or None
         One of `CONTROLS`: damage the transfer that way.
@@ -118,6 +139,7 @@ class DecodeJob(Message, frozen=True):
     max_new_tokens: int
     transport: str
     memory: str
+    mode: str
     layout_seed: int
     control: str | None
 
@@ -133,6 +155,18 @@ class Measure(Message, frozen=True):
     """Pull once more, several times: the request's blocks, and all blocks of the prefill node's cache."""
 
 
+class Repeat(Message, frozen=True):
+    """Prefill again, several times: layer by layer and, every other time, pushing only at the end. For both nodes.
+
+    Attributes
+    ----------
+    pairs : int
+        How often each.
+    """
+
+    pairs: int
+
+
 class TellDigest(Message, frozen=True):
     """Digest the whole cache."""
 
@@ -141,7 +175,7 @@ class Finish(Message, frozen=True):
     """Close and exit."""
 
 
-Order: TypeAlias = Load | PrefillJob | DecodeJob | ReferenceJob | Measure | TellDigest | Finish
+Order: TypeAlias = Load | PrefillJob | DecodeJob | ReferenceJob | Measure | Repeat | TellDigest | Finish
 
 
 # Reports. ---------------------------------------------------------------------------------------------------
@@ -164,13 +198,22 @@ class Loaded(Message, frozen=True):
     kv_heads: int
 
 
-class Prefilled(Message, frozen=True):
-    """The prefill node has a cache to hand over.
+class Listening(Message, frozen=True):
+    """The prefill node can be linked.
 
     Attributes
     ----------
     address : str
-        Where it listens.
+    """
+
+    address: str
+
+
+class Prefilled(Message, frozen=True):
+    """The prefill node has filled its cache.
+
+    Attributes
+    ----------
     blocks : list of int
         Where the prompt lies in its cache.
     layers : int
@@ -178,13 +221,15 @@ class Prefilled(Message, frozen=True):
         The model's time.
     digests : Digests
         Of whole blocks, also of the rows behind the prompt's end.
+    computed : list of float
+        In layerwise mode, for each layer the time at which its keys and values were in the cache.
     """
 
-    address: str
     blocks: list[int]
     layers: int
     seconds: float
     digests: Digests
+    computed: list[float]
 
 
 class Linked(Message, frozen=True):
@@ -210,8 +255,8 @@ class Linked(Message, frozen=True):
     preferred: list[str]
 
 
-class Pulled(Message, frozen=True):
-    """The blocks are there.
+class Arrived(Message, frozen=True):
+    """The blocks are on the decode node.
 
     Attributes
     ----------
@@ -220,12 +265,14 @@ class Pulled(Message, frozen=True):
     nbytes : int
         Bytes moved.
     seconds : float
-        From the call to the end of the await.
+        From asking for them to the last one. In layerwise mode the prefill lies within.
     received : int
-        Bytes of the handoff: all that the decode node was told.
+        Bytes of the prefill node's messages: all that the decode node was told.
     digests : Digests
     damage : str
         What was damaged on purpose, or empty.
+    landings : list of Landing
+        In layerwise mode, the layers as they came.
     """
 
     blocks: list[int]
@@ -234,6 +281,7 @@ class Pulled(Message, frozen=True):
     received: int
     digests: Digests
     damage: str
+    landings: list[Landing]
 
 
 class Generated(Message, frozen=True):
@@ -267,20 +315,43 @@ class Measured(Message, frozen=True):
     digest: str
 
 
+class Computed(Message, frozen=True):
+    """When the layers of each repeated prefill were in the cache, as `Prefilled.computed`."""
+
+    rounds: list[list[float]]
+
+
+class Repeated(Message, frozen=True):
+    """What the decode node saw of the repeated prefills.
+
+    Attributes
+    ----------
+    rounds : list of list of Landing
+        The layers of each as they came, layer by layer first and then by turns.
+    digests : list of Digests
+        Of the blocks after each.
+    """
+
+    rounds: list[list[Landing]]
+    digests: list[Digests]
+
+
 class CacheDigest(Message, frozen=True):
     """The digest of the prefill node's whole cache."""
 
     digest: str
 
 
-Report: TypeAlias = Loaded | Prefilled | Linked | Pulled | Generated | Measured | CacheDigest
+Report: TypeAlias = (
+    Loaded | Listening | Prefilled | Linked | Arrived | Generated | Measured | Computed | Repeated | CacheDigest
+)
 
 
 # From node to node. -----------------------------------------------------------------------------------------
 
 
 class Handoff(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that a decode node needs besides the blocks themselves. The prompt is not part of it.
+    """Pulling: all that a decode node needs besides the blocks themselves. The prompt is not part of it.
 
     Attributes
     ----------
@@ -295,6 +366,36 @@ class Handoff(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_token: int
     length: int
     blocks: list[int]
+
+
+class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Layer by layer, from the prefill node: a prompt of so many tokens is about to be computed."""
+
+    length: int
+
+
+class Places(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Layer by layer, the decode node's answer to `Offer`.
+
+    Attributes
+    ----------
+    blocks : list of int
+        Where in the decode node's cache the prefill node shall put its blocks, as many as the prompt fills.
+    layers : list of pair of int
+        First and last + 1 of each run of layers that are wanted.
+    at_end : bool
+        Push nothing before the last layer is computed.
+    """
+
+    blocks: list[int]
+    layers: list[tuple[int, int]]
+    at_end: bool = False
+
+
+class FirstToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Layer by layer, from the prefill node, behind all layers: what the prefill chose to write first."""
+
+    token: int
 
 
 # Reading and writing. ---------------------------------------------------------------------------------------
