@@ -51,7 +51,7 @@ _GRACE: Final = 1.0
 _LINE_LIMIT: Final = 1 << 20
 _NODES: Final = "aiodatadist.commands.demo_nodes"
 _PAIRS: Final = 4
-_REPEAT_SECONDS: Final = 6.0
+_REPEAT_SECONDS: Final = 10.0
 """Prefills are repeated at most so often, and for so long as far as the first one foretells."""
 
 R = TypeVar("R", bound=msg.Message)
@@ -371,7 +371,7 @@ async def _repeat_prefills(prefill: Node, decode: Node, story: Story) -> str:
     seconds = [_tail(*each) for each in zip(computed.rounds, repeated.rounds, strict=True)]
     story.tails = Tails(seconds[::2], seconds[1::2])
     story.measured_right = all(digests == story.prefilled.digests for digests in repeated.digests)
-    return f"prefill: pushed {pairs} more times layer by layer, and as often at the end"
+    return f"prefill: {2 * pairs} times again, by turns layer by layer and pushing at the end"
 
 
 def _tail(computed: Sequence[float], landings: Sequence[msg.Landing]) -> float:
@@ -589,11 +589,14 @@ def _overlap_rows(story: Story) -> list[tuple[str, str]]:
     rows = [("overlap", text)]
     if (tails := story.tails) is not None:
         layerwise, at_end = statistics.median(tails.layerwise), statistics.median(tails.at_end)
+        each = (
+            f"medians of {len(tails.at_end)} prefills each, by turns" if len(tails.at_end) > 1 else "one prefill each"
+        )
         rows.append(
             (
                 "repeated",
                 f"all bytes {_seconds(layerwise)} after the last layer's keys and values; pushed at the end "
-                f"{_seconds(at_end)} (medians of {len(tails.at_end)} prefills each, by turns)",
+                f"{_seconds(at_end)} ({each})",
             )
         )
     return rows
