@@ -284,6 +284,16 @@ def test_k5_pull_blocks(transports: str) -> None:
     assert "cluster 2 says 'request 1'" in said
 
 
+def test_layerwise() -> None:
+    said = run([sys.executable, "examples/layerwise.py"], ROOT)
+    assert len(re.findall(r"linked cluster \d over shm", said)) == 2
+    for stage, layers in ((0, range(4)), (1, range(4, 8))):
+        assert sorted(re.findall(rf"layer (\d) is at stage {stage}", said)) == [str(layer) for layer in layers]
+        assert f"stage {stage} was sent 4 layers, 1048576 bytes: all right" in said
+        assert f"stage {stage} has 'request 1'" in said
+        assert f"stage {stage}: every block is right" in said
+
+
 def test_serve_in_a_framework() -> None:
     said = run([sys.executable, "examples/serve_in_a_framework.py", "--check"], ROOT)
     assert "WRONG" not in said
