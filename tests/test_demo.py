@@ -73,17 +73,18 @@ def test_every_transport_and_memory_brings_the_same_tokens() -> None:
 
 
 def test_layers_are_pushed_while_the_model_computes() -> None:
-    done = run_demo("--mode", "layerwise", "--seed", "11", "--tokens", "40")
+    done = run_demo("--mode", "layerwise", "--seed", "11", "--tokens", "12")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     assert row(done.stdout, "path").startswith("shm-mapped")
     assert row(done.stdout, "digests") == f"{DIGESTS} of {DIGESTS} (layer, block) agree"
-    assert row(done.stdout, "tokens") == "40 of 40 as in a single process"
+    assert row(done.stdout, "tokens") == "12 of 12 as in a single process"
     assert "601 tokens, 38 blocks, 1,245,184 bytes in 4 layers" in row(done.stdout, "KV cache")
     found = re.match(r"([\d,]+) of 1,245,184 bytes \((\d) of 4 layers\) were on", row(done.stdout, "overlap"))
     assert found, row(done.stdout, "overlap")
     assert int(found[1].replace(",", "")) == int(found[2]) * 1_245_184 // 4
-    assert re.match(r"all bytes \S+ [mu]?s after .* pushed at the end \S+ [mu]?s", row(done.stdout, "repeated"))
+    if "takes too long to be repeated" not in done.stdout:  # as on a very busy machine
+        assert re.match(r"all bytes \S+ [mu]?s after .* pushed at the end \S+ [mu]?s", row(done.stdout, "repeated"))
     assert "\nOK: " in done.stdout
 
 

@@ -50,7 +50,7 @@ _GRACE: Final = 1.0
 """Seconds for the other nodes to end, and say why, when one has failed."""
 _LINE_LIMIT: Final = 1 << 20
 _NODES: Final = "aiodatadist.commands.demo_nodes"
-_PAIRS: Final = 4
+_PAIRS: Final = 3
 _REPEAT_SECONDS: Final = 10.0
 """Prefills are repeated at most so often, and for so long as far as the first one foretells."""
 
