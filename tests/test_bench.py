@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+import aiodatadist as adt
 from aiodatadist import Transfer, _limits
-from aiodatadist.commands import bench, bench_peer, bench_rows, bench_transfers, main
+from aiodatadist.commands import bench, bench_layers, bench_peer, bench_rows, bench_transfers, main
 from aiodatadist.commands.bench_memory import Half, Remote, scattered
 
 FIELDS = {"name", "path", "block", "value", "unit", "spread", "limit", "ratio", "limit_name", "better"}
+FIELDS |= {"target", "met"}
 SMALL = ("--quick", "--bytes", "1MiB", "--repeat", "2", "--peers", "3")
 PATHS = ("shm-mapped", "shm-process_vm", "tcp")
 
@@ -63,6 +65,9 @@ def test_every_row_is_complete(report: dict[str, Any]) -> None:
         if row["limit"] is not None:
             assert row["limit"] > 0
             assert row["ratio"] == pytest.approx(row["value"] / row["limit"])
+        assert (row["target"] is None) == (row["met"] is None)
+        if row["target"] is not None:
+            assert row["met"] == (row["ratio"] <= row["target"])
     keys = [(row["name"], row["path"], row["block"]) for row in report["rows"]]
     assert sorted({name.split()[0] for name, _, _ in keys}) == sorted(bench.SUBJECTS)
 
@@ -104,6 +109,26 @@ def test_links_and_submit_have_rows(report: dict[str, Any]) -> None:
 
 
 @measures
+@pytest.mark.parametrize("path", PATHS)
+def test_layers_stand_beside_what_must_hold(report: dict[str, Any], path: str) -> None:
+    for c in ("c = t", "c = 2 t"):
+        layer = named(report, f"layerwise c, one layer computed, {c}", path, 65536)
+        assert layer["limit_name"] == "t, one layer pushed"
+        gate = named(report, f"layerwise LayerGate, {c}", path, 65536)
+        assert gate["target"] == (None if path == "tcp" else 1.1)
+        for beside in ("push at the end", "LayerSynchronizer"):
+            assert named(report, f"layerwise {beside}, {c}", path, 65536)["limit"] == gate["limit"]
+        assert gate["limit_name"] == "16 c + t"
+        assert gate["limit"] > layer["limit"]
+    for when in ("GIL kept", "GIL kept, copying"):
+        for percent in (50, 99):
+            row = named(report, f"layerwise record p{percent}, {when}", path, 4096)
+            assert (row["target"], row["limit"]) == ((1.0, 1000.0) if percent == 99 else (None, None))
+            assert named(report, f"layerwise record to landed p{percent}, {when}", path, 4096)["unit"] == "us"
+        assert named(report, f"layerwise a hop to the event loop, {when}", path, 4096)["unit"] == "us"
+
+
+@measures
 def test_json_to_stdout_is_all_that_is_there(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "latency", *SMALL, "--block", "4096", "--paths", "tcp", "--json"]) == 0
     captured = capfd.readouterr()
@@ -141,6 +166,15 @@ def test_table_says_which_way_is_better(capsys: pytest.CaptureFixture[str]) -> N
     ]
     assert cells[2][2:] == ["1 MiB", "3,000", "0.00", "us", "2,000", "1.50 x", "raw socket round trip"]
     assert cells[3][2:] == ["0.25", "0.00", "% of a core"]
+
+
+@pytest.mark.parametrize(("better", "shown"), [("higher", "150 %, missed"), ("lower", "1.50 x, met")])
+def test_table_says_whether_a_target_is_met(better: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = bench_rows.Rows()
+    rows.add("layerwise LayerGate", "tcp", None, [2.0], "ms", better, ("16 c + t", [2.0]), 1.5)
+    assert rows.rows[0].met == (better == "lower")
+    bench_rows.print_table(rows.rows)
+    assert capsys.readouterr().out.splitlines()[1].endswith(f"16 c + t  {shown}")
 
 
 async def test_steps_take_turns() -> None:
@@ -257,6 +291,24 @@ def test_wrong_data_is_noticed(
 
 
 @measures
+@pytest.mark.parametrize("path", ["shm-mapped", "tcp"])
+def test_wrong_layers_are_noticed(
+    path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = bench_layers._Layers._start
+
+    def damaged(self: bench_layers._Layers, layers: Any) -> adt.TransferTask:
+        if isinstance(layers, adt.LayerGate):
+            self._site.cache.tensors[2][self._site.here.index[0]] ^= 1
+        return start(self, layers)
+
+    monkeypatch.setattr(bench_layers._Layers, "_start", damaged)
+    assert main(["bench", "layerwise", *SMALL, "--paths", path]) == 1
+    message = f"LayerGate over {path} with blocks of 64 KiB: 1 of 16 blocks are not what was sent, the first in layer 2"
+    assert message in capsys.readouterr().err
+
+
+@measures
 @pytest.mark.parametrize(
     ("subject", "path", "method", "limit"),
     [
@@ -343,6 +395,16 @@ def test_blocks_in_wrong_places_are_counted() -> None:
     assert here.wrong(there.index) == 3
     here.clear()
     assert not here.words.any()
+
+
+@pytest.mark.sanitize
+def test_layers_in_each_others_place_are_counted() -> None:
+    index = scattered(20, 10, 3)
+    layers = [Half.of(np.zeros((20, 64), np.uint8), index, number) for number in range(3)]
+    for layer in layers:
+        layer.fill()
+    assert [layer.part(2, 5).wrong(index[2:7]) for layer in layers] == [0, 0, 0]
+    assert Half(layers[2].words, index, layers[1].before).wrong(index) == 10
 
 
 @pytest.mark.sanitize

@@ -4,6 +4,7 @@
   latency       one block, awaited
   completions   awaited transfers per second, and the time that submitting a large one takes from the loop
   links         linking and unlinking many peers, and what a pair costs that does nothing
+  layerwise     layers pushed while a model thread computes the next, and what recording one takes from that thread
   all           all of them (the default)
 
 Beside each stands a limit, measured in turn with it in the same run: memcpy, process_vm and plain sockets over the
@@ -32,6 +33,7 @@ import aiodatadist
 from aiodatadist import _core, _limits
 from aiodatadist.errors import ArgumentError, ExtraMissing
 
+from .bench_layers import LayersScale, measure_layers
 from .bench_links import LinksScale, measure_links
 from .bench_rows import Progress, Rows, installed, print_table, size_text
 from .bench_transfers import PATHS, POOL_FACTOR, Scale, Session
@@ -42,13 +44,14 @@ __all__ = ["NAME", "SUMMARY", "add_arguments", "run"]
 NAME: Final = "bench"
 SUMMARY: Final = "measure transfers beside what the machine can do"
 
-SUBJECTS: Final = ("bandwidth", "latency", "completions", "links")
+SUBJECTS: Final = ("bandwidth", "latency", "completions", "links", "layerwise")
 
 _KIB: Final = 1 << 10
 _MIB: Final = 1 << 20
 _BANDWIDTH_BLOCKS: Final = (4 * _KIB, 16 * _KIB, 64 * _KIB, 256 * _KIB, _MIB)
 _LATENCY_BLOCKS: Final = (4 * _KIB, 64 * _KIB, _MIB)
 _COMPLETION_BLOCKS: Final = (4 * _KIB,)
+_LAYER_BLOCKS: Final = (64 * _KIB,)
 _LEAST_BLOCK: Final = 64
 _MOST_BLOCK: Final = 64 * _MIB
 _LEAST_BYTES: Final = 64 * _KIB
@@ -110,7 +113,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--block",
         type=_several(_block),
         metavar="SIZE,...",
-        help="block sizes (4KiB,16KiB,64KiB,256KiB,1MiB; latency: 4KiB,64KiB,1MiB; completions: 4KiB)",
+        help="block sizes (4KiB,16KiB,64KiB,256KiB,1MiB; latency: 4KiB,64KiB,1MiB; completions: 4KiB; "
+        "layerwise: 64KiB)",
     )
     parser.add_argument(
         "--bytes",
@@ -195,11 +199,12 @@ def run(arguments: argparse.Namespace) -> int:
     repeat = arguments.repeat or (3 if quick else 7)
     scale = Scale(nbytes, repeat, 1000 if quick else 5000)
     links = LinksScale(arguments.peers or (16 if quick else 64), repeat, 1.0 if quick else 3.0)
+    layers = LayersScale(nbytes, repeat, 100 if quick else 1000)
     progress, rows = Progress(), Rows()
     machine = _machine(arguments.loop)
     out = None if arguments.json in (None, "-") else _opened(arguments.json)
     with asyncio.Runner(loop_factory=_loop_factory(arguments.loop)) as runner:
-        runner.run(_measure(arguments, scale, links, rows, progress))
+        runner.run(_measure(arguments, scale, links, layers, rows, progress))
     progress.clear()
     if arguments.json:
         text = json.dumps({"machine": machine, "rows": rows.as_json()}, indent=2)
@@ -211,7 +216,7 @@ def run(arguments: argparse.Namespace) -> int:
     print_table(rows.rows)
     print(
         "\nvalue: median of the rounds; spread: distance between their quartiles; ratio: value / limit.\n"
-        "Of a ratio in % more is better, of a multiple (x) less."
+        "Of a ratio in % more is better, of a multiple (x) less; target: what it should reach on a quiet machine."
     )
     return 0
 
@@ -233,7 +238,12 @@ def _loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 async def _measure(
-    arguments: argparse.Namespace, scale: Scale, links: LinksScale, rows: Rows, progress: Progress
+    arguments: argparse.Namespace,
+    scale: Scale,
+    links: LinksScale,
+    layers: LayersScale,
+    rows: Rows,
+    progress: Progress,
 ) -> None:
     subjects = SUBJECTS if arguments.subject == "all" else (arguments.subject,)
 
@@ -260,4 +270,6 @@ async def _measure(
             await session.latency(paths, blocks(_LATENCY_BLOCKS))
         if "completions" in subjects:
             await session.completions(paths, blocks(_COMPLETION_BLOCKS))
+        if "layerwise" in subjects:
+            await measure_layers(session, paths, blocks(_LAYER_BLOCKS), layers, rows, progress)
     rows.rows.sort(key=lambda row: SUBJECTS.index(row.name.partition(" ")[0]))

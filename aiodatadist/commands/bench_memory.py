@@ -71,23 +71,29 @@ class Half:
         The pool.
     index : array of int64
         Block number i of the pattern lies in ``words[index[i]]``.
+    before : int
+        Words of the pattern that come before those of the pool: several pools differ in all of them.
     """
 
     words: Words
     index: Indices
+    before: int = 0
 
     @classmethod
-    def of(cls, memory: NDArray[np.uint8], index: Indices) -> Half:
-        """Take a pool ``[blocks, bytes of a block]``. Raises IndexError for blocks outside of it."""
+    def of(cls, memory: NDArray[np.uint8], index: Indices, number: int = 0) -> Half:
+        """Take a pool ``[blocks, bytes of a block]``, the `number`-th with one pattern.
+
+        Raises IndexError for blocks outside of it.
+        """
         words = memory.reshape(len(memory), -1).view(np.uint64)
         index = np.ascontiguousarray(index, np.int64)
         if not len(index) or index.min() < 0 or index.max() >= len(words):
             raise IndexError(f"blocks outside 0..{len(words) - 1}, or none")
-        return cls(words, index)
+        return cls(words, index, number * words.size)
 
     def part(self, first: int, count: int) -> Half:
         """Return the same pool with a part of its list."""
-        return Half(self.words, self.index[first : first + count])
+        return Half(self.words, self.index[first : first + count], self.before)
 
     @property
     def address(self) -> int:
@@ -108,7 +114,7 @@ class Half:
         """Write the pattern to the whole pool."""
         flat = self.words.reshape(-1)
         for at in range(0, len(flat), _CHUNK):
-            flat[at : at + _CHUNK] = _pattern(at, min(at + _CHUNK, len(flat)))
+            flat[at : at + _CHUNK] = _pattern(self.before + at, self.before + min(at + _CHUNK, len(flat)))
 
     def clear(self) -> None:
         """Zero the blocks that take part."""
@@ -118,7 +124,7 @@ class Half:
         """Count the blocks that take part and do not hold the pattern of the blocks `index` of a filled pool."""
         width, wrong = self.words.shape[1], 0
         step = max(1, _CHUNK // width)
-        columns = _pattern(0, width) - _FACTOR
+        columns = _pattern(self.before, self.before + width) - _FACTOR
         for at in range(0, len(self.index), step):
             found = self.words[self.index[at : at + step]]
             first = index[at : at + step].astype(np.uint64) * np.uint64(width)

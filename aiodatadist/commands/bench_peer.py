@@ -218,6 +218,20 @@ class Owner:
         part = self._caches[model_id][1].part(first, count)
         return part.wrong(part.index)
 
+    async def clear_layers(self, model_id: int) -> None:
+        """Zero all blocks of all tensors of a cache."""
+        for tensor in self._caches[model_id][0].tensors:
+            tensor[:] = 0
+
+    async def wrong_layers(self, model_id: int, seed: int) -> list[int]:
+        """Count for each tensor of a cache the blocks that do not hold what was pushed into them.
+
+        `seed` is that of the pusher's `scattered`: its tensors are pools with one pattern.
+        """
+        cache, first = self._caches[model_id]
+        pushed = scattered(len(first.words), len(first.index), seed)
+        return [Half.of(tensor, first.index, number).wrong(pushed) for number, tensor in enumerate(cache.tensors)]
+
     async def accept_raw(self, streams: int) -> None:
         """Accept raw connections that were made."""
         for _ in range(streams):

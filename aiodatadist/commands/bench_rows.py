@@ -13,7 +13,7 @@ import numpy as np
 
 __all__ = ["Progress", "Row", "Rows", "Steps", "in_turn", "installed", "print_table", "size_text"]
 
-_COLUMNS: Final = ("what", "path", "block", "value", "spread", "", "limit", "ratio", "beside")
+_COLUMNS: Final = ("what", "path", "block", "value", "spread", "", "limit", "ratio", "beside", "target")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,10 @@ class Row:
         What the limit is.
     better : str
         ``higher`` or ``lower``: which `value` and `ratio` are better.
+    target : float or None
+        What `ratio` should reach on a quiet machine. None: nothing was promised.
+    met : bool or None
+        Whether it does.
     """
 
     name: str
@@ -53,6 +57,8 @@ class Row:
     ratio: float | None
     limit_name: str | None
     better: str
+    target: float | None
+    met: bool | None
 
 
 @dataclass(slots=True)
@@ -70,10 +76,15 @@ class Rows:
         unit: str,
         better: str,
         limit: tuple[str, Sequence[float]] | None = None,
+        target: float | None = None,
     ) -> None:
-        """Add the row of one sample a repeat, beside a limit and its samples."""
+        """Add the row of one sample a repeat, beside a limit and its samples, and what their ratio should reach."""
         low, value, high = (float(q) for q in np.percentile(samples, (25, 50, 75)))
         bound = float(np.median(limit[1])) if limit else None
+        ratio = value / bound if bound else None
+        met = None
+        if target is not None and ratio is not None:
+            met = ratio >= target if better == "higher" else ratio <= target
         self.rows.append(
             Row(
                 name,
@@ -83,9 +94,11 @@ class Rows:
                 unit,
                 high - low,
                 bound,
-                value / bound if bound else None,
+                ratio,
                 limit[0] if limit else None,
                 better,
+                target,
+                met,
             )
         )
 
@@ -172,10 +185,13 @@ def _number(value: float | None) -> str:
     return f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}"
 
 
+def _ratio(ratio: float, better: str) -> str:
+    return f"{ratio * 100:.0f} %" if better == "higher" else f"{ratio:.2f} x"
+
+
 def _cells(row: Row) -> tuple[str, ...]:
-    ratio = ""
-    if row.ratio is not None:
-        ratio = f"{row.ratio * 100:.0f} %" if row.better == "higher" else f"{row.ratio:.2f} x"
+    ratio = "" if row.ratio is None else _ratio(row.ratio, row.better)
+    target = "" if row.target is None else f"{_ratio(row.target, row.better)}, {'met' if row.met else 'missed'}"
     return (
         row.name,
         row.path,
@@ -186,6 +202,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         _number(row.limit),
         ratio,
         row.limit_name or "",
+        target,
     )
 
 
