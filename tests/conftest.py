@@ -228,22 +228,28 @@ def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
     loop.default_exception_handler(context)
 
 
+@pytest.hookimpl(wrapper=True)
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
-) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+) -> Generator[None, Any, Mapping[str, Callable[[], asyncio.AbstractEventLoop]]]:
+    chosen: Mapping[str, Callable[[], asyncio.AbstractEventLoop]] | None = yield
     kind = config.getoption("--loop")
 
-    def factory() -> asyncio.AbstractEventLoop:
+    def new_loop() -> asyncio.AbstractEventLoop:
         if kind == "uvloop":
             import uvloop
 
             loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-        else:
-            loop = asyncio.new_event_loop()
+            return loop
+        return asyncio.new_event_loop()
+
+    def guarded(factory: Callable[[], asyncio.AbstractEventLoop]) -> asyncio.AbstractEventLoop:
+        loop = factory()
         loop.set_exception_handler(_on_loop_error)
         return loop
 
-    return {kind: factory}
+    # Simulated tests have chosen theirs: a virtual one.
+    return {name: functools.partial(guarded, factory) for name, factory in (chosen or {kind: new_loop}).items()}
 
 
 @pytest.fixture

@@ -1,16 +1,26 @@
-"""The pytest plug-in, as users see it: each test runs pytest on a small suite in a process of its own."""
+"""The pytest plug-in, as users see it: each test runs pytest on a small suite.
+
+In this process, because a new one costs seconds; what pytest imports for a suite is forgotten after it, and what is
+imported here before stays.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
+from aiodatadist import testing
+
 ROOT = Path(__file__).resolve().parent.parent
 
 pytestmark = pytest.mark.hang_limit(300)
+
+LOADED = [getattr(testing, name) for name in testing.__all__]
 
 
 @pytest.fixture
@@ -24,12 +34,15 @@ def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.
 
 def run(suite: pytest.Pytester, source: str, *options: str) -> pytest.RunResult:
     suite.makepyfile(source)
-    return suite.runpytest_subprocess("-p", "pytest_aiodatadist", *options)
+    return again(suite, *options)
+
+
+def again(suite: pytest.Pytester, *options: str) -> pytest.RunResult:
+    return suite.runpytest_inprocess("-p", "pytest_aiodatadist", *options)
 
 
 def test_unused_it_imports_nothing_and_changes_no_loop(suite: pytest.Pytester) -> None:
-    result = run(
-        suite,
+    suite.makepyfile(
         """
         import asyncio, sys
         import pytest
@@ -42,9 +55,9 @@ def test_unused_it_imports_nothing_and_changes_no_loop(suite: pytest.Pytester) -
         async def test_asynchronous(request):
             assert not request.config.hook.pytest_asyncio_loop_factories.get_hookimpls()
             assert type(asyncio.get_running_loop()).__module__ == "asyncio.unix_events"
-        """,
+        """
     )
-    result.assert_outcomes(passed=2)
+    suite.runpytest_subprocess("-p", "pytest_aiodatadist").assert_outcomes(passed=2)
 
 
 PEER = """
@@ -119,3 +132,149 @@ def test_without_pytest_asyncio_the_fixtures_say_what_is_missing(suite: pytest.P
     result = run(suite, source, "-p", "no:asyncio", "-o", "filterwarnings=", "--sim-seed", "5")
     result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines(["*the fixture sim_cluster needs pytest-asyncio: pip install*"])
+
+
+# Simulations. -----------------------------------------------------------------------------------------------
+
+NETWORK = """
+    import asyncio
+    import numpy as np
+    import pytest
+    import aiodatadist as adt
+
+    pytestmark = pytest.mark.asyncio
+
+    async def linked(sim):
+        one, two = await sim.datadist(1), await sim.datadist(2)
+        await two.link(sim.info(1))
+        return one, two
+"""
+
+
+def test_time_that_passes_costs_nothing(suite: pytest.Pytester) -> None:
+    result = run(
+        suite,
+        NETWORK
+        + """
+    import time
+
+    async def test_a_day(virtual_clock):
+        real, virtual = time.monotonic(), virtual_clock.time()
+        await asyncio.sleep(86400.0)
+        assert virtual_clock.time() - virtual >= 86400.0
+        assert time.monotonic() - real < 3600.0
+        assert asyncio.get_running_loop() is virtual_clock
+
+    async def test_a_peer_that_falls_silent(sim_cluster):
+        one, two = await linked(sim_cluster)
+        began = sim_cluster.now()
+        sim_cluster.crash(1, silent=True)
+        async for event in two.events():
+            if isinstance(event, adt.LinkStateChanged):
+                break
+        assert event.new is adt.LinkState.BROKEN
+        assert 5.0 < sim_cluster.now() - began < 20.0
+
+    async def test_both(sim_cluster, virtual_clock):
+        assert sim_cluster.now() == virtual_clock.time()
+
+    async def test_real_time_is_real():
+        assert type(asyncio.get_running_loop()).__module__ == "asyncio.unix_events"
+        """,
+    )
+    result.assert_outcomes(passed=4)
+
+
+SEEDS = (
+    NETWORK
+    + """
+    @pytest.mark.sim(seeds=4)
+    async def test_drawn(sim_cluster):
+        one, two = await linked(sim_cluster)
+        await asyncio.sleep(sim_cluster.random.random())
+        assert sim_cluster.seed != {bad}, "the planted failure"
+
+    async def test_one(sim_cluster, sim_seed):
+        assert sim_cluster.seed == sim_seed
+
+    def test_synchronous(sim_seed):
+        assert sim_seed < 1000
+"""
+).replace("    pytestmark = pytest.mark.asyncio\n", "    pytestmark = pytest.mark.filterwarnings('ignore')\n")
+
+
+def test_seeds_are_chosen_by_the_marker_and_by_options(suite: pytest.Pytester) -> None:
+    suite.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function\nasyncio_mode = auto\n")
+    suite.makepyfile(SEEDS.format(bad=-1))
+    for options, names in (
+        ((), ["test_drawn[seed-0]", "test_drawn[seed-3]", "test_one", "test_synchronous"]),
+        (("--sim-seeds", "9"), ["test_drawn[seed-8]", "test_one", "test_synchronous"]),
+        (("--sim-seed", "77"), ["test_drawn[seed-77]", "test_one", "test_synchronous"]),
+        (("--sim-seed", "5,8-9"), ["test_drawn[seed-9]", "test_one[seed-5]", "test_synchronous[seed-8]"]),
+    ):
+        result = again(suite, "--collect-only", "-q", *options)
+        result.stdout.fnmatch_lines([f"*::{name.replace('[', '[[]')}" for name in names])
+    for wrong in (("--sim-seed", "seven"), ("--sim-seed", "9-5"), ("--sim-seeds", "0")):
+        result = again(suite, *wrong)
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+
+
+def test_a_failing_seed_is_printed_and_comes_again(suite: pytest.Pytester) -> None:
+    suite.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function\nasyncio_mode = auto\n")
+    result = run(suite, SEEDS.format(bad=2))
+    result.assert_outcomes(passed=5, failed=1)
+    result.stdout.fnmatch_lines(["*- aiodatadist simulation -*", "seed 2, * events in * s, hash *", "again: *"])
+    said = str(result.stdout)
+    happened = re.search(r"^seed 2, (\d+ events in .* s, hash \w+)$", said, re.M)
+    seed = re.search(r"^again: +pytest (.*)$", said, re.M)
+    compare = re.search(r"^compare: +pytest (.*)$", said, re.M)
+    assert happened
+    assert seed
+    assert compare
+    for command in (seed[1], compare[1]):
+        result = again(suite, *shlex.split(command))
+        result.assert_outcomes(failed=1)
+        assert happened[1] in str(result.stdout)
+
+    # The same seed of another program: the first event that differs fails the test.
+    suite.makepyfile(SEEDS.format(bad=2).replace("one, two = await sim", "await sim.datadist(3); one, two = await sim"))
+    result = again(suite, *shlex.split(compare[1]))
+    assert result.parseoutcomes().get("passed", 0) == 0
+    result.stdout.fnmatch_lines(["*ReplayDiverged: event 0 was *"])
+
+    result = again(suite, "--sim-replay", "nowhere.json")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--sim-replay: nowhere.json is no trace that can be read*"])
+
+
+def test_what_hangs_fails_at_once(suite: pytest.Pytester) -> None:
+    result = run(
+        suite,
+        NETWORK
+        + """
+    async def test_nothing_can_happen(sim_cluster):
+        await linked(sim_cluster)
+        await asyncio.Event().wait()
+
+    @pytest.mark.sim(limit=60.0)
+    async def test_for_ever(sim_cluster):
+        while True:
+            await asyncio.sleep(1.0)
+        """,
+    )
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(["*SimulationStuck: *"])
+
+
+# The example. -----------------------------------------------------------------------------------------------
+
+
+def test_the_example_passes_and_its_planted_bug_is_found(
+    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite.makepyfile(test_my_scheduler=(ROOT / "examples/test_my_scheduler.py").read_text())
+    again(suite).assert_outcomes(passed=17)
+    monkeypatch.setenv("PLANTED_BUG", "1")
+    result = again(suite, "-x", "-k", "kv_cache")
+    result.assert_outcomes(passed=result.parseoutcomes().get("passed", 0), failed=1)
+    result.stdout.fnmatch_lines(["*WrongBlocks: *", "*- aiodatadist simulation -*", "seed *", "again: *", "compare: *"])
