@@ -429,6 +429,19 @@ cdef class Slot:
     cdef readonly uint64_t offset
     cdef readonly uint64_t nbytes
 
+cdef class Counts:
+    cdef public long long started
+    cdef public long long ok
+    cdef public long long failed
+    cdef public long long cancelled
+    cdef public long long timed_out
+    cdef public long long peer_lost
+    cdef public long long aborted
+    cdef public long long lease_expired
+    cdef public long long bytes_pulled
+    cdef public long long bytes_pushed
+    cdef public long long at_once
+
 cdef class Pair:
     cdef CTransferRequest request
     cdef readonly LocalCache local
@@ -439,3 +452,18 @@ cdef class Pair:
     cdef Engine engine
     cdef uint64_t cost_base_ns
     cdef uint64_t cost_per_kib_ns
+    cdef object cache
+    cdef object peer
+    cdef Counts counts
+    cdef object new_transfer
+    cdef double default_timeout
+    cdef uint32_t num_tensors
+    cdef bint readable
+    cdef bint writable
+    cdef int begin(
+        self, transfer, int opcode, local_side, remote_side, uint32_t local_tensor, uint32_t remote_tensor,
+        uint32_t num_tensors, double timeout, bint allow_inline, CSubmitResult *result) except -1
+    cdef refusal(self, int opcode, const CSubmitResult &result)
+    cdef start(self, int opcode, cache, local_blocks, remote_blocks, timeout)
+    cdef hand_over(self, transfer, int opcode)
+    cdef finish_at_once(self, transfer, int opcode, uint64_t nbytes)

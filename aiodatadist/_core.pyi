@@ -101,6 +101,19 @@ class SimNetwork:
     def crash(self, place: int) -> None: ...
     def take_accesses(self) -> list[_SimAccess]: ...
 
+class Counts:
+    started: int
+    ok: int
+    failed: int
+    cancelled: int
+    timed_out: int
+    peer_lost: int
+    aborted: int
+    lease_expired: int
+    bytes_pulled: int
+    bytes_pushed: int
+    at_once: int
+
 @final
 class Ring:
     call_soon: Callable[..., object] | None
@@ -291,6 +304,19 @@ class Pair:
         timeout: float,
         allow_inline: bool = True,
     ) -> None: ...
+    def prepare(
+        self,
+        cache: Any,
+        peer: int,
+        counts: Counts,
+        new_transfer: Callable[[], Any],
+        default_timeout: float,
+        num_tensors: int,
+        readable: bool,
+        writable: bool,
+    ) -> None: ...
+    def pull(self, cache: Any, remote_blocks: Any, local_blocks: Any, timeout: Any) -> Any: ...
+    def push(self, cache: Any, local_blocks: Any, remote_blocks: Any, timeout: Any) -> Any: ...
     def submit_layers(
         self,
         part: _Part,

@@ -280,6 +280,13 @@ cdef class Engine:
         return self.engine.get() == NULL
 
 
+cdef class Counts:
+    """Numbers of transfers and bytes of one link; `aiodatadist.observe.Counters` says what they mean.
+
+    `at_once` of those that ended well were done when their call returned, and have no latency of their own.
+    """
+
+
 @cython.final
 cdef class Ring:
     """Completions of one loop: `fd` turns readable, and `drain` hands over what waits.
@@ -379,8 +386,11 @@ cdef class Ring:
         self.inline_spent_ns = 0
         if self.deferred:
             finished, self.deferred = self.deferred, []
-            for transfer, nbytes in finished:
-                transfer._native_done(ADT_OK, nbytes)
+            for transfer, pair, opcode, nbytes in finished:
+                if pair is None or transfer._cancelling or transfer.done():
+                    transfer._native_done(ADT_OK, nbytes)
+                else:
+                    (<Pair>pair).finish_at_once(transfer, opcode, nbytes)
 
     cdef bint spend(self, uint64_t ns) except -1:
         """Account for inline work; True if it still fits this turn."""
@@ -747,8 +757,27 @@ cdef class Pair:
         `transfer` is told by `_native_started(engine, operation, nbytes)` if it is pending, and by
         `_native_done(status, nbytes)` once it is quiet. `timeout` 0 means none. What is wrong with the call raises.
         """
-        cdef CTransferRequest *request = &self.request
         cdef CSubmitResult result
+        self.begin(transfer, opcode, local_side, remote_side, local_tensor, remote_tensor, num_tensors, timeout,
+                   allow_inline, &result)
+        if result.status == ADT_PENDING:
+            transfer._native_started(self, result.op, result.bytes)
+        elif result.status == ADT_OK:
+            if self.ring.spend(self.cost_base_ns + (result.bytes >> 10) * self.cost_per_kib_ns):
+                transfer._native_done(ADT_OK, result.bytes)
+            else:
+                transfer._native_started(self, 0, result.bytes)
+                self.ring.deferred.append((transfer, None, opcode, result.bytes))
+        elif result.executed:
+            transfer._native_started(self, 0, result.bytes)
+            transfer._native_done(result.status, 0)
+        else:
+            raise self.refusal(opcode, result)
+
+    cdef int begin(self, transfer, int opcode, local_side, remote_side, uint32_t local_tensor, uint32_t remote_tensor,
+                   uint32_t num_tensors, double timeout, bint allow_inline, CSubmitResult *result) except -1:
+        """Give a transfer to the engine. Only where it is pending does the engine keep a reference."""
+        cdef CTransferRequest *request = &self.request
         cdef Ring ring = self.ring
         if in_forked_child():
             raise error_from_native(-10, detail="this process is a forked child")
@@ -770,29 +799,96 @@ cdef class Pair:
         # The operation owns a reference until its completion is drained. Taken first: it may end before submit returns.
         Py_INCREF(transfer)
         try:
-            result = self.engine.get().submit(deref(request))
+            result[0] = self.engine.get().submit(deref(request))
         except BaseException:
             Py_DECREF(transfer)
             raise
-        if result.status == ADT_PENDING:
-            transfer._native_started(self, result.op, result.bytes)
-            return
-        Py_DECREF(transfer)
-        if result.status == ADT_OK:
-            if ring.spend(self.cost_base_ns + (result.bytes >> 10) * self.cost_per_kib_ns):
-                transfer._native_done(ADT_OK, result.bytes)
-            else:
-                transfer._native_started(self, 0, result.bytes)
-                ring.deferred.append((transfer, result.bytes))
-            return
-        if result.executed:
-            transfer._native_started(self, 0, result.bytes)
-            transfer._native_done(result.status, 0)
-            return
+        if result.status != ADT_PENDING:
+            Py_DECREF(transfer)
+        return 0
+
+    cdef refusal(self, int opcode, const CSubmitResult &result):
+        """Say why a transfer did not start."""
         if result.fault.kind != 0:
-            raise block_error(result.fault, opcode, self.local_blocks, self.remote_blocks,
-                              self.remote.transport == "local")
-        raise error_from_native(result.status, transport=self.remote.transport)
+            return block_error(result.fault, opcode, self.local_blocks, self.remote_blocks,
+                               self.remote.transport == "local")
+        return error_from_native(result.status, transport=self.remote.transport)
+
+    def prepare(self, cache, peer, Counts counts, new_transfer, double default_timeout, uint32_t num_tensors,
+                bint readable, bint writable):
+        """Have `pull` and `push` work: all `num_tensors` tensors, from blocks to blocks of one size.
+
+        `new_transfer` makes a transfer, which is driven as by `submit` and counted in `counts`.
+        """
+        self.cache = cache
+        self.peer = peer
+        self.counts = counts
+        self.new_transfer = new_transfer
+        self.default_timeout = default_timeout
+        self.num_tensors = num_tensors
+        self.readable = readable
+        self.writable = writable
+
+    def pull(self, cache, remote_blocks, local_blocks, timeout):
+        """Start a read of whole blocks, or return None where another way has to explain what is wrong.
+
+        `timeout` is a float; whatever else stands for the default.
+        """
+        return self.start(ADT_READ, cache, local_blocks, remote_blocks, timeout) if self.readable else None
+
+    def push(self, cache, local_blocks, remote_blocks, timeout):
+        """Start a write of whole blocks; as `pull`."""
+        return self.start(ADT_WRITE, cache, local_blocks, remote_blocks, timeout) if self.writable else None
+
+    cdef start(self, int opcode, cache, local_blocks, remote_blocks, timeout):
+        cdef CSubmitResult result
+        cdef double seconds = self.default_timeout
+        if cache is not self.cache:
+            return None  # of another DataDist, or no cache at all
+        if type(timeout) is float:
+            seconds = timeout
+            if not 0.0 < seconds <= 1e9:
+                return None
+        transfer = self.new_transfer()
+        self.begin(transfer, opcode, local_blocks, remote_blocks, 0, 0, self.num_tensors, seconds, True, &result)
+        if result.status == ADT_OK:
+            self.counts.started += 1
+            if self.ring.spend(self.cost_base_ns + (result.bytes >> 10) * self.cost_per_kib_ns):
+                self.finish_at_once(transfer, opcode, result.bytes)
+                return transfer
+            self.hand_over(transfer, opcode)
+            self.ring.deferred.append((transfer, self, opcode, result.bytes))
+            transfer._bytes_total = result.bytes
+            return transfer
+        if result.status == ADT_PENDING or result.executed:
+            self.counts.started += 1
+            self.hand_over(transfer, opcode)
+            transfer._native_started(self, result.op, result.bytes)
+            if result.executed:
+                transfer._native_done(result.status, 0)
+            return transfer
+        if result.fault.kind != 0:
+            raise self.refusal(opcode, result)
+        return None
+
+    cdef hand_over(self, transfer, int opcode):
+        """Let a transfer count its own end."""
+        transfer._counters = self.counts
+        transfer._pull = opcode == ADT_READ
+        transfer._peer = self.peer
+        transfer._then = None
+        transfer._cancelling = False
+
+    cdef finish_at_once(self, transfer, int opcode, uint64_t nbytes):
+        """End a transfer well that nobody has cancelled."""
+        self.counts.ok += 1
+        self.counts.at_once += 1
+        if opcode == ADT_READ:
+            self.counts.bytes_pulled += nbytes
+        else:
+            self.counts.bytes_pushed += nbytes
+        transfer._bytes_done = transfer._bytes_total = nbytes
+        transfer.set_result(None)
 
     def submit_layers(self, part, local_side, remote_side, Gate gate, uint32_t first_layer, uint32_t per_layer,
                       tensors, starts, view, double timeout):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, Final, SupportsIndex
 
 import numpy as np
 
 from . import _core, layerwise
-from ._sides import Blocks, Named, check_access, check_size, match_tensors, resolve
+from ._sides import Blocks, Named, check_access, check_size, resolve
 from ._starting import Late, find, index_key, not_found, notifier, told_after
 from .control.table import RemoteEntry
 from .copies import BlockPairs, Copies
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_TIMEOUT", "Cache", "CacheManager"]
 
 
+# The defaults, by identity: an equal number of another type takes the long way, which looks at types.
+_ALL: Final = -1
+_KV: Final = 2
+
+
 class CacheManager(CacheRegistry):
     """Registers caches and moves blocks: `DataDist.cache_manager`.
 
@@ -49,6 +55,7 @@ class CacheManager(CacheRegistry):
         self._waiting = dd._center.waiting_transfers
         self._copies = Copies(self, dd._center.copied)
         self._default_seconds = dd._config.transfer_timeout or 0.0
+        self._new_transfer = functools.partial(Transfer, loop=self._loop)
 
     def _on_cache_quiet(self, cache_id: int) -> None:
         self._copies.forget(cache_id)
@@ -256,23 +263,30 @@ class CacheManager(CacheRegistry):
         BlockIndexError, CacheMismatch, CacheNotFound, CacheAccessError, NotLinkedError, ArgumentError, ClosedError
             What is wrong with the call; nothing has started.
         """
+        # The way of nearly all transfers. Whatever does not fit it, for whatever reason, goes the long one.
         dd = self._dd
         try:
             pair = dd._links[src_key[0]].table[src_key].pairs[dst_cache.id]  # type: ignore[index]
-            if (
-                get_ident() != dd._thread_id
-                or not self._loop.is_running()
-                or dst_cache._manager is not self._weak
-                or dst_cache._state != "ready"
-            ):
-                pair = None
         except (KeyError, TypeError, AttributeError, IndexError):
             pair = None
-        if pair is not None and src_blocks is not None and dst_blocks is not None and dst_batch_index is None:
-            return self._start(
-                _core.READ, pair, src_key, dst_cache, src_blocks, dst_blocks, size, src_layer_range, dst_layer_range,
-                tensor_num_per_layer, timeout, notify,
-            )  # fmt: skip
+        if (
+            pair is not None
+            and src_blocks is not None
+            and dst_blocks is not None
+            and dst_batch_index is None
+            and src_layer_range is None
+            and dst_layer_range is None
+            and notify is None
+            and size is _ALL
+            and tensor_num_per_layer is _KV
+            and (timeout is DEFAULT_TIMEOUT or type(timeout) is float)
+            and get_ident() == dd._thread_id
+            and self._loop.is_running()
+            and dst_cache._state == "ready"
+        ):
+            transfer: Transfer[None] | None = pair.pull(dst_cache, src_blocks, dst_blocks, timeout)
+            if transfer is not None:
+                return transfer
         _check_lists(src_blocks, dst_blocks, "pull_cache")
         return self._start_checked(
             Named(_core.READ, src_key, src_blocks, dst_blocks, dst_batch_index, size, src_layer_range,
@@ -323,23 +337,30 @@ class CacheManager(CacheRegistry):
         BlockIndexError, CacheMismatch, CacheNotFound, CacheAccessError, NotLinkedError, ArgumentError, ClosedError
             What is wrong with the call; nothing has started.
         """
+        # The way of nearly all transfers. Whatever does not fit it, for whatever reason, goes the long one.
         dd = self._dd
         try:
             pair = dd._links[dst_key[0]].table[dst_key].pairs[src_cache.id]  # type: ignore[index]
-            if (
-                get_ident() != dd._thread_id
-                or not self._loop.is_running()
-                or src_cache._manager is not self._weak
-                or src_cache._state != "ready"
-            ):
-                pair = None
         except (KeyError, TypeError, AttributeError, IndexError):
             pair = None
-        if pair is not None and src_blocks is not None and dst_blocks is not None and src_batch_index is None:
-            return self._start(
-                _core.WRITE, pair, dst_key, src_cache, src_blocks, dst_blocks, size, src_layer_range, dst_layer_range,
-                tensor_num_per_layer, timeout, notify,
-            )  # fmt: skip
+        if (
+            pair is not None
+            and src_blocks is not None
+            and dst_blocks is not None
+            and src_batch_index is None
+            and src_layer_range is None
+            and dst_layer_range is None
+            and notify is None
+            and size is _ALL
+            and tensor_num_per_layer is _KV
+            and (timeout is DEFAULT_TIMEOUT or type(timeout) is float)
+            and get_ident() == dd._thread_id
+            and self._loop.is_running()
+            and src_cache._state == "ready"
+        ):
+            transfer: Transfer[None] | None = pair.push(src_cache, src_blocks, dst_blocks, timeout)
+            if transfer is not None:
+                return transfer
         _check_lists(src_blocks, dst_blocks, "push_cache")
         return self._start_checked(
             Named(_core.WRITE, dst_key, src_blocks, dst_blocks, src_batch_index, size, src_layer_range,
@@ -501,59 +522,6 @@ class CacheManager(CacheRegistry):
         seconds = self._default_seconds if timeout is DEFAULT_TIMEOUT else seconds_of(timeout, 0.0)
         return self._copies.swap(src_cache, dst_cache, src_to_dst, seconds)
 
-    def _start(
-        self,
-        opcode: int,
-        pair: _core.Pair,
-        key: Key,
-        cache: Cache,
-        src_blocks: Blocks,
-        dst_blocks: Blocks,
-        size: int,
-        src_layer_range: range | None,
-        dst_layer_range: range | None,
-        tensor_num_per_layer: int,
-        timeout: Timeout,
-        notify: bytes | None,
-    ) -> Transfer[None]:
-        """Start a transfer from blocks to blocks between two caches that were compared before: the hot path."""
-        entry: RemoteEntry = pair.pin[0]
-        if (cache.read_only if opcode == _core.READ else entry.access != "rw") or size != -1:
-            named = Named(opcode, key, src_blocks, dst_blocks, None, size, None, None, 1)
-            resolve(named, cache, entry, None)  # raises
-        local_blocks, remote_blocks = (dst_blocks, src_blocks) if opcode == _core.READ else (src_blocks, dst_blocks)
-        if (
-            src_layer_range is None
-            and dst_layer_range is None
-            and type(tensor_num_per_layer) is int
-            and 0 < tensor_num_per_layer < 2**32
-            and cache.geometry.num_tensors == entry.geometry.num_tensors
-        ):
-            local_tensor = remote_tensor = 0
-            tensors = cache.geometry.num_tensors
-        else:
-            local_tensor, remote_tensor, tensors = match_tensors(
-                Named(opcode, key, None, None, None, -1, src_layer_range, dst_layer_range, tensor_num_per_layer),
-                cache.geometry,
-                entry.geometry,
-                key[0],
-            )
-        seconds = self._default_seconds if timeout is DEFAULT_TIMEOUT else seconds_of(timeout, 0.0)
-        transfer: Transfer[None] = Transfer(loop=self._loop)
-        counters = entry.link._counters
-        transfer._counters = counters
-        transfer._pull = opcode == _core.READ
-        transfer._peer = key[0]
-        if notify is not None:
-            transfer._then = notifier(self, entry.link, notify, seconds)
-        counters.started += 1
-        try:
-            pair.submit(transfer, opcode, local_blocks, remote_blocks, local_tensor, remote_tensor, tensors, seconds)
-        except BaseException:
-            counters.started -= 1
-            raise
-        return transfer
-
     def _start_checked(
         self, named: Named, cache: Cache, timeout: Timeout, notify: bytes | None, wait: bool
     ) -> Transfer[None]:
@@ -651,6 +619,11 @@ class CacheManager(CacheRegistry):
             here, there = cache.geometry, entry.geometry
             if here.dtype == there.dtype and here.block_shape == there.block_shape:
                 entry.pairs[cache.id] = pair
+                if here.num_tensors == there.num_tensors:
+                    pair.prepare(
+                        cache, entry.link.cluster_id, entry.link._counters, self._new_transfer, self._default_seconds,
+                        here.num_tensors, not cache.read_only, entry.access == "rw",
+                    )  # fmt: skip
         return pair
 
     def _rows(self) -> list[PendingOperation]:

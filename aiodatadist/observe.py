@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 
 import structlog
 
+from . import _core
 from .errors import PeerLostError, TransferAborted
 
 __all__ = ["OUTCOMES", "Counters", "Histogram", "PendingOperation", "get_logger", "outcome_of"]
@@ -98,12 +99,12 @@ class Histogram:
         self.count = 0
         self.total = 0.0
 
-    def record(self, seconds: float) -> None:
-        """Count one duration. A negative one, from a clock that was set back, counts as 0."""
+    def record(self, seconds: float, times: int = 1) -> None:
+        """Count a duration. A negative one, from a clock that was set back, counts as 0."""
         seconds = max(seconds, 0.0)
-        self.buckets[min(int(seconds * 1e6).bit_length(), self.SIZE - 1)] += 1
-        self.count += 1
-        self.total += seconds
+        self.buckets[min(int(seconds * 1e6).bit_length(), self.SIZE - 1)] += times
+        self.count += times
+        self.total += seconds * times
 
     def quantile(self, q: float) -> float:
         """Return an upper bound of the `q`-quantile in seconds, at most twice too high; 0.0 without records.
@@ -156,7 +157,7 @@ def outcome_of(error: BaseException | None) -> str:
             return "failed"
 
 
-class Counters:
+class Counters(_core.Counts):
     """Counts of one link or one transport since it was made. Belongs to one thread.
 
     Attributes
@@ -167,29 +168,22 @@ class Counters:
         Transfers ended, by outcome. What has not ended is `pending`.
     bytes_pulled, bytes_pushed : int
         Bytes that landed, also of transfers that failed later.
-    latency : Histogram
-        From start to end, of transfers that ended well.
     """
 
-    __slots__ = ("started", *OUTCOMES, "bytes_pulled", "bytes_pushed", "latency")
+    __slots__ = ("_latency",)
 
     NUMBERS: Final = ("started", *OUTCOMES, "bytes_pulled", "bytes_pushed")
 
-    started: int
-    ok: int
-    failed: int
-    cancelled: int
-    timed_out: int
-    peer_lost: int
-    aborted: int
-    lease_expired: int
-    bytes_pulled: int
-    bytes_pushed: int
-
     def __init__(self) -> None:
-        for name in self.NUMBERS:
-            setattr(self, name, 0)
-        self.latency = Histogram()
+        self._latency = Histogram()
+
+    @property
+    def latency(self) -> Histogram:
+        """From start to end, of transfers that ended well. Those that were done at once count as 0."""
+        if self.at_once:
+            self._latency.record(0.0, self.at_once)
+            self.at_once = 0
+        return self._latency
 
     def end(self, outcome: str, *, seconds: float = 0.0, pulled: int = 0, pushed: int = 0) -> None:
         """Count the end of a transfer that was counted in `started`.
@@ -214,7 +208,7 @@ class Counters:
         self.bytes_pulled += pulled
         self.bytes_pushed += pushed
         if outcome == "ok":
-            self.latency.record(seconds)
+            self._latency.record(seconds)
 
     @property
     def ended(self) -> int:
@@ -245,7 +239,7 @@ class Counters:
         """Add another's counts, to sum up links or to keep those of a link that closed."""
         for name in self.NUMBERS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.latency += other.latency
+        self._latency += other.latency
         return self
 
     def as_dict(self) -> dict[str, Any]:

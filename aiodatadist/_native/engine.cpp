@@ -55,6 +55,8 @@ constexpr uint64_t kShortBytes = 64 * 1024;
 constexpr std::chrono::milliseconds kLastGoodbyes{200};
 constexpr size_t kCrowded = 65536;  // events that wait for one loop
 constexpr size_t kSpare = 64;       // batches kept for the next transfer
+constexpr size_t kSpareRuns = 8;    // lists of runs, of at most so many:
+constexpr size_t kMostSpareRuns = 65536;
 
 struct Shared {
     std::mutex mu;
@@ -472,6 +474,10 @@ Op &Engine::admit(const TransferRequest &request, uint64_t bytes, std::vector<Ru
     op.local = request.local;
     op.remote = request.remote;
     op.runs.swap(runs);
+    if (!spare_runs_.empty()) {
+        runs.swap(spare_runs_.back());  // for the next transfer that this thread submits
+        spare_runs_.pop_back();
+    }
     op.local_tensor = request.local_tensor;
     op.remote_tensor = request.remote_tensor;
     op.num_tensors = request.num_tensors;
@@ -793,6 +799,10 @@ void Engine::retire(Section &s, Op &op) {
     release_remote(s, *op.remote);
     answer_fences(s, *peer);
     settle_peer(s, *peer);
+    // Fresh memory for the runs of a long list would cost a page fault for each 170 of them.
+    if (spare_runs_.size() < kSpareRuns && op.runs.capacity() <= kMostSpareRuns) {
+        spare_runs_.push_back(std::move(op.runs));
+    }
     // What it held is let go outside the lock: a last reference may unmap memory.
     s.defer([local = std::move(op.local), remote = std::move(op.remote), keep = peer] {});
     op.peer.reset();

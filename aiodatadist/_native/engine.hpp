@@ -696,6 +696,7 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
     uint64_t waking_at_ = 0;  // when the progress thread will look at the timers by itself
     std::unordered_map<uint64_t, std::unique_ptr<Op>> ops_;
     std::vector<std::unique_ptr<Batch>> spare_batches_;
+    std::vector<std::vector<Run>> spare_runs_;
     std::unordered_map<uint64_t, std::shared_ptr<Peer>> peers_;
     std::unordered_map<uint64_t, std::shared_ptr<Node>> nodes_;
     std::unordered_map<uint64_t, std::unique_ptr<Lease>> leases_;

@@ -2,6 +2,7 @@
 #include "geometry.hpp"
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 
 namespace adt {
@@ -15,7 +16,7 @@ constexpr uint64_t kMostBits = uint64_t{1} << 26;
 // stays cheap.
 class Marks {
   public:
-    explicit Marks(uint64_t blocks) : bits_(kept()) {
+    explicit Marks(uint64_t blocks) : blocks_(blocks), bits_(kept()) {
         if (bits_.size() < (blocks + 63) / 64) bits_.resize((blocks + 63) / 64, 0);
     }
     bool has(int64_t block) const {
@@ -26,7 +27,24 @@ class Marks {
         const auto index = static_cast<uint64_t>(block);
         bits_[index / 64] |= uint64_t{1} << (index % 64);
     }
+    // Marks blocks up to the first that is marked already, and returns the place of that.
+    size_t set_new(const int64_t *list, size_t count) {
+        uint64_t *const bits = bits_.data();
+        for (size_t i = 0; i < count; ++i) {
+            const auto index = static_cast<uint64_t>(list[i]);
+            const uint64_t bit = uint64_t{1} << (index % 64);
+            uint64_t &word = bits[index / 64];
+            if ((word & bit) != 0) return i;
+            word |= bit;
+        }
+        return count;
+    }
     void clear(const int64_t *list, size_t count) {
+        const size_t words = (blocks_ + 63) / 64;
+        if (words <= count) {
+            std::fill_n(bits_.begin(), words, uint64_t{0});
+            return;
+        }
         for (size_t i = 0; i < count; ++i) bits_[static_cast<uint64_t>(list[i]) / 64] = 0;
     }
 
@@ -35,6 +53,7 @@ class Marks {
         static thread_local std::vector<uint64_t> bits;
         return bits;
     }
+    const uint64_t blocks_;
     std::vector<uint64_t> &bits_;
 };
 
@@ -56,6 +75,13 @@ bool slot_fits(const Selection &side, const adt_geometry_t &g, uint64_t size) {
     return size <= g.block_bytes && side.offset <= g.block_bytes - size;
 }
 
+// A negative index is outside, too: as unsigned it is huge.
+bool any_outside(const int64_t *list, size_t count, uint64_t blocks) {
+    uint64_t outside = 0;
+    for (size_t i = 0; i < count; ++i) outside |= static_cast<uint64_t>(list[i]) >= blocks ? 1 : 0;
+    return outside != 0;
+}
+
 BlockFault check(const Selection &local, const Selection &remote, size_t count, uint64_t size,
                  const adt_geometry_t &local_geometry, const adt_geometry_t &remote_geometry,
                  bool local_is_destination) {
@@ -75,35 +101,31 @@ BlockFault check(const Selection &local, const Selection &remote, size_t count, 
         const uint64_t pieces = size / piece + (size % piece != 0 ? 1 : 0);
         if (count != pieces) return {BlockFault::count, count, static_cast<int64_t>(pieces)};
     }
+    // Looked for without a branch for each block; which one it is, is of interest only where there is one.
+    if ((!local.is_slot && any_outside(local.blocks, count, local_blocks)) ||
+        (!remote.is_slot && any_outside(remote.blocks, count, remote_blocks))) {
+        for (size_t i = 0; i < count; ++i) {
+            if (!local.is_slot && static_cast<uint64_t>(local.blocks[i]) >= local_blocks) {
+                return {BlockFault::local_range, i, local.blocks[i]};
+            }
+            if (!remote.is_slot && static_cast<uint64_t>(remote.blocks[i]) >= remote_blocks) {
+                return {BlockFault::remote_range, i, remote.blocks[i]};
+            }
+        }
+    }
     // One bit a destination block finds repeats in O(blocks); a list in rising order needs none of it.
     const Selection &into = local_is_destination ? local : remote;
     const int64_t *destination = into.blocks;
-    bool rising = true;
-    for (size_t i = 0; i < count; ++i) {
-        // A negative index is out of range too: as unsigned it is huge.
-        if (!local.is_slot && static_cast<uint64_t>(local.blocks[i]) >= local_blocks) {
-            return {BlockFault::local_range, i, local.blocks[i]};
-        }
-        if (!remote.is_slot && static_cast<uint64_t>(remote.blocks[i]) >= remote_blocks) {
-            return {BlockFault::remote_range, i, remote.blocks[i]};
-        }
-        if (!into.is_slot && i > 0 && destination[i] <= destination[i - 1]) rising = false;
+    if (into.is_slot ||
+        std::adjacent_find(destination, destination + count, std::greater_equal<>()) == destination + count) {
+        return {};
     }
     const uint64_t blocks = local_is_destination ? local_blocks : remote_blocks;
-    if (rising) return {};
     if (blocks > kMostBits) return find_repeat(destination, count);
     Marks seen(blocks);
-    BlockFault fault;
-    size_t marked = 0;
-    for (; marked < count; ++marked) {
-        if (seen.has(destination[marked])) {
-            fault = {BlockFault::duplicate, marked, destination[marked]};
-            break;
-        }
-        seen.set(destination[marked]);
-    }
+    const size_t marked = seen.set_new(destination, count);
     seen.clear(destination, marked);
-    return fault;
+    return marked == count ? BlockFault{} : BlockFault{BlockFault::duplicate, marked, destination[marked]};
 }
 
 // Finds what a copy within one cache reads and writes. All indices lie in the cache.
@@ -160,16 +182,46 @@ uint64_t bytes_a_tensor(const Selection &local, const Selection &remote, size_t 
     return count > all / local_geometry.block_bytes ? all : count * local_geometry.block_bytes;
 }
 
+namespace {
+
+// Runs of two lists of blocks. Written by place: `out` keeps what it had for this, and appending costs as much again.
+void pair_blocks(const int64_t *local, const int64_t *remote, size_t count, const adt_geometry_t &local_geometry,
+                 const adt_geometry_t &remote_geometry, bool merge, std::vector<Run> &out) {
+    out.resize(count);
+    Run *const runs = out.data();
+    const uint64_t bytes = local_geometry.block_bytes;
+    size_t used = 0;
+    for (size_t i = 0; i < count; ++i) {
+        const uint64_t l = static_cast<uint64_t>(local[i]) * local_geometry.block_stride;
+        const uint64_t r = static_cast<uint64_t>(remote[i]) * remote_geometry.block_stride;
+        if (merge && used > 0 && runs[used - 1].local + runs[used - 1].length == l &&
+            runs[used - 1].remote + runs[used - 1].length == r) {
+            runs[used - 1].length += bytes;
+        } else {
+            runs[used++] = {l, r, bytes};
+        }
+    }
+    out.resize(used);
+}
+
+}  // namespace
+
 BlockFault make_runs(const Selection &local, const Selection &remote, size_t count, uint64_t bytes,
                      const adt_geometry_t &local_geometry, const adt_geometry_t &remote_geometry,
                      bool local_is_destination, bool same_cache, std::vector<Run> &out) {
-    out.clear();
     BlockFault fault = check(local, remote, count, bytes, local_geometry, remote_geometry, local_is_destination);
     if (fault.kind == BlockFault::none && same_cache) {
         fault = find_reuse(local_is_destination ? remote : local, local_is_destination ? local : remote, count, bytes,
                            local_geometry.num_blocks);
     }
     if (fault.kind != BlockFault::none) return fault;
+    // A slot is one piece of memory; blocks are where none of the lists' sides has gaps.
+    const bool merge = (local.is_slot || contiguous(local_geometry)) && (remote.is_slot || contiguous(remote_geometry));
+    if (!local.is_slot && !remote.is_slot) {
+        pair_blocks(local.blocks, remote.blocks, count, local_geometry, remote_geometry, merge, out);
+        return {};
+    }
+    out.clear();
     if (local.is_slot && remote.is_slot) {
         if (bytes > 0) {
             out.push_back({local.slot * local_geometry.block_stride + local.offset,
@@ -177,13 +229,12 @@ BlockFault make_runs(const Selection &local, const Selection &remote, size_t cou
         }
         return {};
     }
-    // A slot is one piece of memory; blocks are where none of the lists' sides has gaps.
-    const bool merge = (local.is_slot || contiguous(local_geometry)) && (remote.is_slot || contiguous(remote_geometry));
     const uint64_t piece = local.is_slot ? remote_geometry.block_bytes : local_geometry.block_bytes;
     const auto offset = [piece](const Selection &side, const adt_geometry_t &g, size_t i) {
         return side.is_slot ? side.slot * g.block_stride + side.offset + i * piece
                             : static_cast<uint64_t>(side.blocks[i]) * g.block_stride;
     };
+    out.reserve(count);
     uint64_t done = 0;
     for (size_t i = 0; i < count; ++i) {
         const uint64_t length = std::min(piece, bytes - done);
