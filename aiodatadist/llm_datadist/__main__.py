@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # As for `python SCRIPT`: its folder comes in the place of the current one.
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(options.script))
-    # For processes that the script starts. Those that multiprocessing spawns have its sys.path, all others the variable.
+    # For processes that the script starts: those of multiprocessing are given sys.path, all others the variable.
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
     sys.path[1:1] = paths
     sys.argv = [options.script, *options.arguments]

@@ -48,8 +48,8 @@ def decoder(options: argparse.Namespace) -> None:
         CacheDesc(2 * LAYERS, SHAPE, DataType.DT_FLOAT16), shared.addresses_of(tensors), remote_accessible=True
     )
     cluster = shared.cluster_at(PROMPT, options.prompt)
-    shared.link(datadist, cluster)
     with shared.Partner(options) as prompt:
+        shared.link(datadist, cluster)
         prompt.exchange([address + DECODER_SLOT * SLOT_BYTES for address in cache.tensor_addrs])
         prompt.meet("sent")
         shared.check(tensors, [DECODER_SLOT], [PROMPT_SLOT])
