@@ -1,4 +1,6 @@
-"""The random rounds of `test_quiet`, `test_leases` and `test_cycles`, for as long as they are given: see `.ci/soak`.
+"""The random rounds of `test_quiet`, `test_leases`, `test_cycles` and `test_sim_rounds`, for as long as they are given.
+
+`.ci/soak` calls it.
 
     python -m tests.soak PART --seconds N --state FILE [--seed-from N]
 
@@ -11,7 +13,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
+import concurrent.futures
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -21,15 +25,16 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import cycles, lease_rounds, quiet
+from . import cycles, lease_rounds, quiet, sim_rounds
 from .pairs import linked
 
-GOALS = {"cancel": 100_000, "kill": 1_000, "lease": 100_000, "cycles": 10_000, "failures": 10_000}
+GOALS = {"cancel": 100_000, "kill": 1_000, "lease": 100_000, "cycles": 10_000, "failures": 10_000, "sim": 100_000}
 CANCELS_A_BATCH = 1_000
 KILLS_A_BATCH = 10
 LEASES_A_BATCH = 1_000
 CYCLES_A_BATCH = 250
 FAILURES_A_BATCH = 1_000
+SIMULATIONS_A_TASK = 50
 WARM_UP = 100
 
 
@@ -52,6 +57,7 @@ class Soak:
         self.seed = 0
         self.tally = quiet.Tally()
         self.watch: cycles.Watch | None = None
+        self.pool: concurrent.futures.Executor | None = None
         self._watched = 0
         self._state = state
         self._end = time.monotonic() + seconds
@@ -166,12 +172,28 @@ async def fail(soak: Soak) -> None:
     soak.save(soak.seed + FAILURES_A_BATCH, tally)
 
 
+async def simulate(soak: Soak) -> None:
+    """A batch: rounds in simulated clusters, in a process for each processor. None of them has anything to wait for."""
+    if soak.pool is None:
+        context = multiprocessing.get_context("spawn")
+        soak.pool = concurrent.futures.ProcessPoolExecutor(len(os.sched_getaffinity(0)), context)
+    loop, count, began = asyncio.get_running_loop(), len(os.sched_getaffinity(0)), time.monotonic()
+    starts = range(soak.seed, soak.seed + 4 * count * SIMULATIONS_A_TASK, SIMULATIONS_A_TASK)
+    tasks = [range(start, start + SIMULATIONS_A_TASK) for start in starts]
+    tally = quiet.Tally()
+    for part in await asyncio.gather(*(loop.run_in_executor(soak.pool, sim_rounds.play_all, seeds) for seeds in tasks)):
+        tally += part
+    tally.seconds = time.monotonic() - began
+    soak.save(soak.seed + tally.rounds, tally)
+
+
 PARTS: dict[str, Callable[[Soak], Awaitable[None]]] = {
     "cancel": cancel,
     "kill": kill,
     "lease": lease,
     "cycles": open_and_close,
     "failures": fail,
+    "sim": simulate,
 }
 
 
@@ -204,6 +226,9 @@ def main() -> int:
         traceback.print_exc()
         print(f"soak {soak.part}: FAILED in the batch from seed {soak.seed} on, after {soak}", file=sys.stderr)
         return 1
+    finally:
+        if soak.pool is not None:
+            soak.pool.shutdown(cancel_futures=True)
     print(f"soak {soak.part}: reached {soak}")
     return 0
 

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from ..config import Config
 from ..control.center import State
@@ -18,6 +18,10 @@ from .network import FIRST_PORT, Access, Host, Network, SimRuntime
 from .trace import Trace
 
 __all__ = ["SimCluster"]
+
+
+_LAST_WORDS: Final = 1.0
+"""Virtual seconds for what the closing has sent."""
 
 
 class SimCluster:
@@ -113,6 +117,7 @@ class SimCluster:
                     await datadist.aclose()
             for datadist in (*self._datadists.values(), *self._gone):
                 await datadist.wait_closed()
+            await asyncio.sleep(_LAST_WORDS)
         finally:
             self._loop.world = None
             self._loop.end_ns = None

@@ -224,6 +224,7 @@ class SimStream(Stream):
         if mark is not None:
             self._out.send(mark)
         self._out.dead = True
+        self._host.ends.pop(self, None)
         self._fail(errno.ECONNRESET if mark is _RESET else errno.ECONNABORTED)
         self._wake()
 
