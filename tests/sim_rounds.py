@@ -174,10 +174,11 @@ class Round:
         def ended(future: asyncio.Future[Any]) -> None:
             error = None if future.cancelled() else future.exception()
             self.tally.ends["cancelled" if future.cancelled() else type(error).__name__ if error else "ok"] += 1
-            if error is not None:
-                if not isinstance(error, adt.DataDistError):
-                    raise Broken(f"seed {self.sim.seed}: a {kind} ended with {error!r}")
+            if error is not None and not isinstance(error, adt.DataDistError):
+                raise Broken(f"seed {self.sim.seed}: a {kind} ended with {error!r}")
             well = error is None and not future.cancelled()
+            if well and kind == "layers":
+                well = all(target.error is None for target in future.result())
             if well and kind != "layers" and self.sim.network.host(OWNER).incarnation == incarnation:
                 for ours, other in zip(cache.tensors, of_owner.tensors, strict=False):
                     if not np.array_equal(ours[mine], other[theirs]):
@@ -337,7 +338,10 @@ class Round:
 def play(seed: int, left_out: tuple[str, ...] = ()) -> Tally:
     """Play one round. Raises `Broken`, or what else is wrong, with the seed."""
 
+    failures: list[dict[str, Any]] = []
+
     async def main() -> Tally:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))
         async with SimCluster(seed, limit=7200.0, left_out=left_out) as sim:
             sim.set_way(WAYS[seed % len(WAYS)])
             tally = await Round(sim).run()
@@ -347,7 +351,10 @@ def play(seed: int, left_out: tuple[str, ...] = ()) -> Tally:
             raise Broken(f"seed {seed}: something outlives the cluster")
         return tally
 
-    return testing.run(main())
+    tally = testing.run(main())
+    if failures:
+        raise Broken(f"seed {seed}: {failures}") from failures[0].get("exception")
+    return tally
 
 
 def play_all(seeds: Iterable[int]) -> Tally:
