@@ -99,6 +99,13 @@ def test_every_path_stands_beside_its_limit(report: dict[str, Any], path: str, d
 
 
 @measures
+@pytest.mark.parametrize("path", PATHS[:2])
+def test_blocking_calls_stand_beside_awaits(report: dict[str, Any], path: str) -> None:
+    row = named(report, "latency blocking pull p50", path, 4096)
+    assert (row["limit_name"], row["unit"]) == ("await and two thread wake-ups", "us")
+
+
+@measures
 def test_links_and_submit_have_rows(report: dict[str, Any]) -> None:
     for transport in ("shm", "tcp"):
         assert named(report, "links link 3 at once", transport)["limit_name"] == "one TCP connection made and closed"

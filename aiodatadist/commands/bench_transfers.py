@@ -8,6 +8,7 @@ import itertools
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter, perf_counter_ns
 from typing import Any, Final, Literal
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 import aiodatadist as adt
 
+from .bench_blocking import blocking_pulls, wake_ups
 from .bench_memory import PEER_ID, Half, Remote, scattered
 from .bench_peer import Peer, allocate, config
 from .bench_rows import Progress, Rows, in_turn, size_text
@@ -383,6 +385,12 @@ class Session:
                 self._progress(f"latency: {path}, one block of {size_text(block)}")
                 async with self.site(path, block, self._scale.count(block)) as site:
                     await self._latency(path, site)
+        # The drop-in takes its transports from the environment: over shm wherever that works.
+        for path in (path for path in paths if path != "tcp"):
+            block = min(blocks)
+            self._progress(f"latency: {path}, blocking calls, one block of {size_text(block)}")
+            async with self.site(path, block, self._scale.count(block)) as site:
+                await self._blocking(path, site)
 
     def _raw_step(self, site: Site, direction: Direction, window: Window) -> Callable[[], Awaitable[Seconds]]:
         async def step() -> Seconds:
@@ -434,6 +442,32 @@ class Session:
                 limit = limits[direction], micros[limits[direction]]
                 name = f"latency {direction} p{percent}"
                 self._rows.add(name, path, site.here.block, micros[direction], "us", "lower", limit)
+
+    async def _blocking(self, path: str, site: Site) -> None:
+        """Measure blocking calls of the drop-in in a thread, beside awaits and what waking two threads takes."""
+        count = min(self._scale.samples, len(site.here.index))
+        awaited = _timed_each(site, "pull", Window(count, count))
+        with wake_ups(count) as wake:
+            # This loop is idle meanwhile; opening and closing block as well.
+            pulls = blocking_pulls(site, self.peer.address, count)
+            pull = await asyncio.to_thread(pulls.__enter__)
+            try:
+                found = await in_turn(
+                    {
+                        "await": awaited,
+                        "wake": partial(asyncio.to_thread, wake),
+                        "blocking": partial(asyncio.to_thread, pull),
+                    },
+                    self._scale.repeat,
+                )
+            finally:
+                await asyncio.to_thread(pulls.__exit__, None, None, None)
+        micros = {name: [float(np.median(each)) * 1e6 for each in rounds] for name, rounds in found.items()}
+        limit = [sum(both) for both in zip(micros["await"], micros["wake"], strict=True)]
+        self._rows.add(
+            "latency blocking pull p50", path, site.here.block, micros["blocking"], "us", "lower",
+            ("await and two thread wake-ups", limit),
+        )  # fmt: skip
 
     # Completions. --------------------------------------------------------------------------------------------
 
