@@ -102,7 +102,7 @@ def test_every_path_stands_beside_its_limit(report: dict[str, Any], path: str, d
 @pytest.mark.parametrize("path", PATHS[:2])
 def test_blocking_calls_stand_beside_awaits(report: dict[str, Any], path: str) -> None:
     row = named(report, "latency blocking pull p50", path, 4096)
-    assert (row["limit_name"], row["unit"]) == ("await and two thread wake-ups", "us")
+    assert (row["limit_name"], row["unit"]) == ("await between two thread wake-ups", "us")
 
 
 @measures

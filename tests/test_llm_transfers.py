@@ -515,6 +515,27 @@ def test_eight_threads_pull_on_four_links(scale: Callable[[int], int]) -> None:
         assert wrong == []
 
 
+def test_a_call_wakes_the_loop_once_and_is_woken_once() -> None:
+    with pair() as (prompt, decoder):
+        held, mine = Memory(prompt), Memory(decoder, seed=2)
+        assert decoder._llm_datadist is not None
+        portal = decoder._llm_datadist._portal
+        wakes: list[Any] = []
+
+        class Counted:
+            def call_soon_threadsafe(self, callback: Callable[[], object]) -> None:
+                wakes.append(callback)
+                loop.call_soon_threadsafe(callback)
+
+        loop = portal._loop
+        portal._loop = Counted()
+        for count in range(1, 4):
+            decoder.cache_manager.pull_blocks(KEY, mine.cache, [0], [0])
+            assert len(wakes) == count
+        assert len({id(wake.__self__._ended) for wake in wakes}) == 3  # one lock each is all that is waited for
+        del held
+
+
 class Waiter:
     """A thread that waits in a call, and what came of it."""
 

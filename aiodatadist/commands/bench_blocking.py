@@ -1,4 +1,4 @@
-"""What a blocking call of the drop-in costs beside the await that it waits for: a part of `bench latency`."""
+"""What a blocking call of the drop-in costs beside the least that it has to do: a part of `bench latency`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from anyio.from_thread import start_blocking_portal
 
 from aiodatadist.llm_datadist import (
     BlocksCacheKey,
@@ -30,7 +29,7 @@ from .failure import CommandError
 if TYPE_CHECKING:
     from .bench_transfers import Seconds, Site
 
-__all__ = ["blocking_pulls", "wake_ups"]
+__all__ = ["blocking_pulls", "handed_over_pulls"]
 
 _NODE_ID: Final = PEER_ID + 50
 _TIMEOUT_MS: Final = 60_000
@@ -76,21 +75,35 @@ def blocking_pulls(site: Site, address: str, count: int) -> Iterator[Callable[[]
         node.finalize()
 
 
-@contextlib.contextmanager
-def wake_ups(count: int) -> Iterator[Callable[[], Seconds]]:
-    """Yield what wakes the thread of an event loop, and is woken by it, `count` times, and times each."""
-    with start_blocking_portal() as portal:
-        loop = portal.call(asyncio.get_running_loop)
+def handed_over_pulls(site: Site, count: int, loop: asyncio.AbstractEventLoop) -> Callable[[], Seconds]:
+    """Return what does by hand what a blocking call has to do: it wakes the loop, which awaits, and wakes it back."""
+    pull, key, cache = site.dd.cache_manager.pull_blocks, site.key, site.cache
+    here, there = site.here.index[:count].tolist(), site.remote.index[:count].tolist()
 
-        def wake() -> Seconds:
-            took = []
-            woken = threading.Lock()
-            woken.acquire()
-            for _ in range(count):
-                began = perf_counter_ns()
-                loop.call_soon_threadsafe(woken.release)
-                woken.acquire()
-                took.append(perf_counter_ns() - began)
-            return np.array(took) * 1e-9
+    def step() -> Seconds:
+        took = []
+        over = threading.Lock()
+        over.acquire()
 
-        yield wake
+        def ended(transfer: asyncio.Future[None]) -> None:
+            failures.append(transfer.exception())
+            over.release()
+
+        def start(source: list[int], target: list[int]) -> None:
+            transfer = pull(key, cache, source, target)
+            if transfer.done():
+                ended(transfer)
+            else:
+                transfer.add_done_callback(ended)
+
+        failures: list[BaseException | None] = []
+        for source, target in zip([[block] for block in there], [[block] for block in here], strict=True):
+            began = perf_counter_ns()
+            loop.call_soon_threadsafe(start, source, target)
+            over.acquire()
+            took.append(perf_counter_ns() - began)
+        if failure := next(filter(None, failures), None):
+            raise failure
+        return np.array(took) * 1e-9
+
+    return step

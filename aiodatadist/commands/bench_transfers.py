@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 import aiodatadist as adt
 
-from .bench_blocking import blocking_pulls, wake_ups
+from .bench_blocking import blocking_pulls, handed_over_pulls
 from .bench_memory import PEER_ID, Half, Remote, scattered
 from .bench_peer import Peer, allocate, config
 from .bench_rows import Progress, Rows, in_turn, size_text
@@ -444,29 +444,21 @@ class Session:
                 self._rows.add(name, path, site.here.block, micros[direction], "us", "lower", limit)
 
     async def _blocking(self, path: str, site: Site) -> None:
-        """Measure blocking calls of the drop-in in a thread, beside awaits and what waking two threads takes."""
+        """Measure blocking calls of the drop-in in a thread, beside the await with a wake-up before and behind it."""
         count = min(self._scale.samples, len(site.here.index))
-        awaited = _timed_each(site, "pull", Window(count, count))
-        with wake_ups(count) as wake:
-            # This loop is idle meanwhile; opening and closing block as well.
-            pulls = blocking_pulls(site, self.peer.address, count)
-            pull = await asyncio.to_thread(pulls.__enter__)
-            try:
-                found = await in_turn(
-                    {
-                        "await": awaited,
-                        "wake": partial(asyncio.to_thread, wake),
-                        "blocking": partial(asyncio.to_thread, pull),
-                    },
-                    self._scale.repeat,
-                )
-            finally:
-                await asyncio.to_thread(pulls.__exit__, None, None, None)
+        by_hand = handed_over_pulls(site, count, asyncio.get_running_loop())
+        # This loop serves both meanwhile: opening and closing block, too.
+        pulls = blocking_pulls(site, self.peer.address, count)
+        pull = await asyncio.to_thread(pulls.__enter__)
+        try:
+            steps = {"by hand": partial(asyncio.to_thread, by_hand), "blocking": partial(asyncio.to_thread, pull)}
+            found = await in_turn(steps, self._scale.repeat)
+        finally:
+            await asyncio.to_thread(pulls.__exit__, None, None, None)
         micros = {name: [float(np.median(each)) * 1e6 for each in rounds] for name, rounds in found.items()}
-        limit = [sum(both) for both in zip(micros["await"], micros["wake"], strict=True)]
         self._rows.add(
             "latency blocking pull p50", path, site.here.block, micros["blocking"], "us", "lower",
-            ("await and two thread wake-ups", limit),
+            ("await between two thread wake-ups", micros["by hand"]),
         )  # fmt: skip
 
     # Completions. --------------------------------------------------------------------------------------------

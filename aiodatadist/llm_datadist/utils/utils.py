@@ -57,8 +57,7 @@ def check_isinstance(
     """
     if value is None and allow_none:
         return
-    wanted = _as_types(types)
-    if not isinstance(value, wanted):
+    if type(value) is not types and not isinstance(value, _as_types(types)):
         raise TypeError(f"{name} only support {_names(types)}, got {value!r:.80} of type {type(value).__name__}")
     if element_types is not None:
         check_inner(name, value, element_types)
@@ -72,9 +71,8 @@ def check_inner(name: str, values: Any, element_types: Types) -> None:
     TypeError
         An element is of another type.
     """
-    wanted = _as_types(element_types)
     for kind in set(map(type, values)):  # lists of blocks are long, and of one kind
-        if not issubclass(kind, wanted):
+        if kind is not element_types and not issubclass(kind, _as_types(element_types)):
             raise TypeError(f"elements of {name} only support {_names(element_types)}, got one of type {kind.__name__}")
 
 

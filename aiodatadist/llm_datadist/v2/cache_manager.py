@@ -834,6 +834,8 @@ def _check_block_bytes(
 
 def _pulled_layers(call: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Check what a pull may be given by keyword, and return what aiodatadist takes."""
+    if not kwargs:
+        return {}
     source, destination = kwargs.pop("src_layer_range", None), kwargs.pop("dst_layer_range", None)
     per_layer = kwargs.pop("tensor_num_per_layer", 2)
     if kwargs:
