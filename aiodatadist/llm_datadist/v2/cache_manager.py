@@ -821,7 +821,7 @@ def _check_block_bytes(
         geometry = entry.geometry
         if isinstance(target, NativeTransferConfig):
             extent = geometry.stride * geometry.num_blocks
-            found = any(0 <= target.dst_addrs[0] - start < extent for start in entry.addresses)
+            found = any(0 <= target.dst_addrs[0] - int(start) < extent for start in entry.addresses)
         else:
             key = target.cache_key
             found = key in (entry.key, (key.cluster_id, entry.cache_id, 0))
