@@ -805,7 +805,10 @@ class Runtime:
 
     def free_task(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Start a task that runs code of the user's: in no group, which would wait for it, or end by its failure."""
-        return self.loop.create_task(coroutine, name=name)
+        task = self.loop.create_task(coroutine, name=name)
+        # Nobody can end it once the loop was closed under it, and there is no use in saying so.
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        return task
 
     def being_cancelled(self) -> bool:
         """Whether somebody has asked the current task to end, and not only what it awaits."""

@@ -783,8 +783,12 @@ import gc
 loop = asyncio.new_event_loop()
 owner, user, here = loop.run_until_complete(opened())
 never = Never()
+class Waiting(adt.LayerSynchronizer):
+    async def synchronize_layer(self, layer, timeout):
+        await asyncio.Event().wait()
 async def asked():
-    tasks = [push(user, here, source) for source in (Polite(), [never, never])]
+    others = [never, never], Waiting(), [asyncio.Event(), loop.create_future()]
+    tasks = [push(user, here, source) for source in (Polite(), *others)]
     while not never.asked or not stuck.is_set():
         await asyncio.sleep(0.001)
     return tasks
