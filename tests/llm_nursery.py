@@ -18,6 +18,9 @@ from typing import IO, Any
 
 from aiodatadist.llm_datadist import __main__ as launcher
 
+# Seconds that the others may still take when one has failed.
+AFTER_A_FAILURE = 5.0
+
 Started = dict[int, tuple[int, IO[bytes], IO[bytes]]]
 
 
@@ -36,6 +39,9 @@ def wait(started: Started, seconds: float) -> list[Any]:
             if ended:
                 index, out, err = started.pop(pid)
                 results[index] = [os.waitstatus_to_exitcode(status), read(out), read(err)]
+                if status != 0:
+                    # The others wait for it.
+                    limit = min(limit, time.monotonic() + AFTER_A_FAILURE)
         if time.monotonic() > limit:
             for pid in started:
                 os.kill(pid, signal.SIGKILL)
@@ -57,7 +63,7 @@ def main() -> None:
                 os.dup2(out.fileno(), 1)
                 os.dup2(err.fileno(), 2)
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-                # Not a return: the interpreter ends here as after a script, with its exit handlers.
+                # Then the interpreter ends as after a script, with its exit handlers.
                 launcher.main(arguments)
                 return
             started[pid] = (index, out, err)
