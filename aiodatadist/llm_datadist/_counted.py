@@ -9,6 +9,7 @@ coming and going.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -27,6 +28,11 @@ _ANSWER_SECONDS: Final = 1.0
 def _key_of(owner: int, peer: int) -> CacheKey:
     """Return the key by which `owner` says that it has linked `peer`."""
     return CacheKey(owner, _MARK, peer)
+
+
+def _log_failure(peer: int, unlinked: asyncio.Future[None]) -> None:
+    if not unlinked.cancelled() and (why := unlinked.exception()) is not None:
+        log.warn("cluster %d is unlinked here, and has not answered: %s", peer, why)
 
 
 class CountedLinks:
@@ -105,7 +111,7 @@ class CountedLinks:
                 elif peer in self._theirs:
                     self._theirs.discard(peer)
                     if peer in self._node.links and peer not in self._markers:
-                        _ = self._node.unlink(ClusterInfo(peer))
+                        self._node.unlink(ClusterInfo(peer)).add_done_callback(partial(_log_failure, peer))
                 if peer in self._mine and not self.is_mine(peer):
                     self._forget(peer)
 
