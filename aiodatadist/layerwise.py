@@ -221,7 +221,7 @@ class _Target(Transfer[None]):
                     self._parts.append(part)
                     continue
                 except DataDistError as why:
-                    failure = why
+                    failure = _bare(why)
             self._parts_left -= 1
         if failure is not None:
             self._at_end = failure
@@ -662,7 +662,7 @@ class Starter:
                 )
                 target.begin(link, works, source, left)
             except DataDistError as why:
-                target._fail(why)
+                target._fail(_bare(why))
         source.begun()
 
     def _link(self, manager: CacheManager, cluster_id: int) -> Link:
@@ -763,6 +763,12 @@ class Starter:
                 hint='register it there with remote="rw", and give addresses from its Cache.addresses',
             )
         return found
+
+
+def _bare(error: DataDistError) -> DataDistError:
+    """Take the frames from an error that a result keeps: they hold the caller's, and so a gate that he drops."""
+    error.__context__ = None
+    return error.with_traceback(None)
 
 
 def _view(entry: RemoteEntry) -> tuple[int, int, int, int]:
