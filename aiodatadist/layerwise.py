@@ -167,6 +167,7 @@ class _Target(Transfer[None]):
         "_failures",
         "_landed",
         "_layers",
+        "_link",
         "_parts",
         "_parts_left",
         "_status",
@@ -186,6 +187,7 @@ class _Target(Transfer[None]):
         self._layers = layers
         self._addresses = addresses
         self._works = 0
+        self._link: Link | None = None
         self._landed: dict[int, int] = {}
         self._parts: list[_Part] = []
         self._parts_left = 0
@@ -201,13 +203,17 @@ class _Target(Transfer[None]):
         """Bytes that have landed and bytes in all."""
         return Progress(sum(part.progress() for part in self._parts), self._bytes_total)
 
-    def begin(self, link: Link, works: list[_Work], source: OpenSource, seconds: float) -> None:
-        """Give the work to the engine."""
+    def take(self, link: Link) -> None:
+        """Keep the link of the call, whose closing waits for all that are counted as started."""
+        self._link = link
         self._peer = link.cluster_id
-        self._failures = source.gate.failures
-        self._started = time.monotonic()
         self._counters = counters = link._counters
         counters.started += 1
+
+    def begin(self, works: list[_Work], source: OpenSource, seconds: float) -> None:
+        """Give the work to the engine."""
+        self._failures = source.gate.failures
+        self._started = time.monotonic()
         self._parts_left = self._works = len(works)
         failure: DataDistError | None = None
         for work in works:
@@ -447,6 +453,7 @@ def start(
         return task
     source.start(task)
     starter = Starter(manager, task, cache, source_list, destination_list, count, seconds, payload)
+    starter.take_links(manager)
     if cache._native is not None:
         starter.start()
     else:
@@ -596,6 +603,14 @@ class Starter:
 
     # The local cache is not ready. ---------------------------------------------------------------------------
 
+    def take_links(self, manager: CacheManager) -> None:
+        """Find the links of all targets; those that have none fail."""
+        for target in self._task._targets:
+            try:
+                target.take(self._link(manager, _cluster_of(target.config)))
+            except DataDistError as why:
+                target._told(_bare(why))
+
     def wait(self) -> None:
         """Start when the registration of the local cache has ended."""
         task, cache = self._task, self._cache
@@ -631,7 +646,7 @@ class Starter:
     def _end(self, error: BaseException) -> None:
         self._over()
         for target in self._task._targets:
-            target._fail(error)
+            target._told(error)
 
     def _over(self) -> None:
         self._waiting.remove(self._task)
@@ -648,10 +663,13 @@ class Starter:
         source = task._source
         assert source is not None
         for target in tuple(task._targets):
+            link = target._link
+            if link is None or target.done():
+                continue
             try:
                 if manager is None:
                     raise ClosedError("the DataDist was dropped")
-                link = self._link(manager, _cluster_of(target.config))
+                self._check(link, manager)
                 left = max(self._until - self._runtime.now(), 1e-6) if self._seconds else 0.0
                 if self._payload is not None:
                     target._then = notifier(manager, link, self._payload, left)
@@ -660,9 +678,9 @@ class Starter:
                     if isinstance(target.config, TransferConfig)
                     else self._by_key(manager, link, target.config, target._layers)
                 )
-                target.begin(link, works, source, left)
+                target.begin(works, source, left)
             except DataDistError as why:
-                target._fail(_bare(why))
+                target._told(_bare(why))
         source.begun()
 
     def _link(self, manager: CacheManager, cluster_id: int) -> Link:
@@ -673,11 +691,15 @@ class Starter:
                 peer=cluster_id,
                 hint=f"await dd.link(ClusterInfo({cluster_id}, ...)) first",
             )
+        self._check(link, manager)
+        return link
+
+    @staticmethod
+    def _check(link: Link, manager: CacheManager) -> None:
         if link.error is not None:
             error = end_of_link(link.error, manager)
             assert isinstance(error, DataDistError)
             raise error
-        return link
 
     def _by_key(
         self, manager: CacheManager, link: Link, config: TransferWithCacheKeyConfig, layers: range

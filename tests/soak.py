@@ -1,4 +1,4 @@
-"""The random rounds of `test_quiet`, `test_leases`, `test_cycles` and `test_sim_rounds`, for as long as they are given.
+"""The random rounds of the suite, for as long as they are given.
 
 `.ci/soak` calls it.
 
@@ -25,13 +25,22 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import cycles, lease_rounds, quiet, sim_rounds
+from . import cycles, layer_rounds, lease_rounds, quiet, sim_rounds
 from .pairs import linked
 
-GOALS = {"cancel": 100_000, "kill": 1_000, "lease": 100_000, "cycles": 10_000, "failures": 10_000, "sim": 100_000}
+GOALS = {
+    "cancel": 100_000,
+    "kill": 1_000,
+    "lease": 100_000,
+    "layers": 50_000,
+    "cycles": 10_000,
+    "failures": 10_000,
+    "sim": 100_000,
+}
 CANCELS_A_BATCH = 1_000
 KILLS_A_BATCH = 10
 LEASES_A_BATCH = 1_000
+LAYERS_A_BATCH = 500
 CYCLES_A_BATCH = 250
 FAILURES_A_BATCH = 1_000
 SIMULATIONS_A_TASK = 50
@@ -141,6 +150,20 @@ async def lease(soak: Soak) -> None:
     soak.save(soak.seed + LEASES_A_BATCH, tally)
 
 
+async def layers(soak: Soak) -> None:
+    """A batch: layer-wise transfers on one path, then ends of what they use in every phase."""
+    batch = soak.seed // LAYERS_A_BATCH
+    path = quiet.PATHS[batch % len(quiet.PATHS)]
+    tally = quiet.Tally()
+    async with layer_rounds.bench(path, drain_timeout=(1.0, 0.0)[batch // len(quiet.PATHS) % 2]) as bench:
+        tally += await bench.rounds(soak.seeds(LAYERS_A_BATCH))
+    for seed in soak.seeds(LAYERS_A_BATCH // 50):
+        tally += await layer_rounds.ending_round(path, seed)
+    if not tally.rounds:
+        raise Stop
+    soak.save(soak.seed + LAYERS_A_BATCH, tally)
+
+
 async def open_and_close(soak: Soak) -> None:
     """A batch: pairs are opened and closed, with transfers under way; nothing is left of them."""
     if soak.watch is None:
@@ -191,6 +214,7 @@ PARTS: dict[str, Callable[[Soak], Awaitable[None]]] = {
     "cancel": cancel,
     "kill": kill,
     "lease": lease,
+    "layers": layers,
     "cycles": open_and_close,
     "failures": fail,
     "sim": simulate,

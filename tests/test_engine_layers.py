@@ -176,7 +176,7 @@ def test_a_layer_that_will_not_come_ends_the_operation(path: str, mode: str, how
 @pytest.mark.parametrize(("path", "mode"), CASES)
 def test_taking_a_cache_back_ends_what_waits_at_a_gate_and_nothing_else(path: str, mode: str, side: str) -> None:
     with rig(path, mode) as r:
-        c = Case(r, 65536, 64)
+        c = Case(r, 65536, 16)
         waiting = c.start(blocks=[])
         moving = c.start()
         c.record(0, 1, 2)

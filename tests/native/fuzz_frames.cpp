@@ -41,6 +41,7 @@ constexpr char kPublic = '\x11';
 constexpr uint64_t kStrided = 1, kReadOnly = 2, kWriteOnly = 3, kHidden = 4, kOwn = 5, kRemote = 50;
 constexpr uint64_t kCluster = 2;
 constexpr uint64_t kOwnBlock = 64;
+constexpr uint32_t kLayers = 3;  // the one in the middle has nothing to move
 
 [[noreturn]] void fail(const char *what) {
     std::fprintf(stderr, "fuzz_frames: %s\n", what);
@@ -79,8 +80,8 @@ void append(std::string &out, const T &value) {
 // A node that owns caches, and the other end of the sockets of its one link.
 class Victim {
   public:
-    Victim() : engine_(Engine::Options{0, 0, true}), ring_(std::make_shared<adt::Ring>()) {
-        node_ = engine_.open_node(1, ring_, kSecond, 60 * kSecond, 0, 0);
+    Victim() : engine_(std::make_shared<Engine>(Engine::Options{0, 0, true})), ring_(std::make_shared<adt::Ring>()) {
+        node_ = engine_->open_node(1, ring_, kSecond, 60 * kSecond, 0, 0);
         for (size_t i = 0; i < kMemory; ++i) memory_[i] = kSecret[i % kSecretBytes];
         // Guards between all of them, and gaps between the blocks of the first.
         open(kStrided, 100, {2, 0, 4, 24, 40}, ADT_REMOTE_READ | ADT_REMOTE_WRITE);
@@ -120,21 +121,21 @@ class Victim {
                     start(ADT_WRITE, in.byte());
                     break;
                 case 8:
-                    if (!running_.empty()) engine_.cancel(*running_.begin());
+                    if (!running_.empty()) engine_->cancel(*running_.begin());
                     break;
                 case 9:
-                    engine_.fence(peer_);
+                    engine_->fence(peer_);
                     break;
                 case 10: {
                     const size_t which = in.byte() % locals_.size();
-                    engine_.close_cache(node_, locals_[which]);
+                    engine_->close_cache(node_, locals_[which]);
                     break;
                 }
                 case 11:
-                    engine_.step(in.byte() * (kSecond / 16));
+                    engine_->step(in.byte() * (kSecond / 16));
                     break;
                 case 12:
-                    engine_.ping(peer_);
+                    engine_->ping(peer_);
                     break;
                 case 13: {
                     const int fd = in.byte() % 3 == 2 ? wire_ : data_[op >> 7];
@@ -151,7 +152,7 @@ class Victim {
                     break;
             }
             if ((op & 0x10) == 0) {
-                engine_.step(1000);
+                engine_->step(1000);
                 listen();
             }
         }
@@ -159,20 +160,20 @@ class Victim {
     }
 
     void end() {
-        engine_.abort_node(node_);
-        for (int turn = 0; !engine_.node_quiet(node_); ++turn) {
+        engine_->abort_node(node_);
+        for (int turn = 0; !engine_->node_quiet(node_); ++turn) {
             check(turn < 10'000, "the node does not become quiet");
-            engine_.step(kSecond / 4);
+            engine_->step(kSecond / 4);
             listen();
         }
         look();
         check(running_.empty(), "an operation was never reported");
-        for (auto &cache : locals_) engine_.close_cache(node_, cache);
+        for (auto &cache : locals_) engine_->close_cache(node_, cache);
         look();
         const std::array<char, kMemory> quiet = memory_;
-        engine_.close_node(node_);
+        engine_->close_node(node_);
         for (const int fd : {wire_, data_[0], data_[1]}) close(fd);
-        for (int turn = 0; turn < 2; ++turn) engine_.step(2 * kSecond);
+        for (int turn = 0; turn < 2; ++turn) engine_->step(2 * kSecond);
         check(quiet == memory_, "memory was touched after quiet");
         check(received_.find(kSecret, 0, kSecretBytes) == std::string::npos || told_secret_,
               "the peer received what it may not read");
@@ -199,7 +200,7 @@ class Victim {
         memory.access = access;
         std::shared_ptr<adt::LocalCache> cache;
         std::string error;
-        check(engine_.register_cache(node_, memory, cache, error) == ADT_OK, "register_cache");
+        check(engine_->register_cache(node_, memory, cache, error) == ADT_OK, "register_cache");
         locals_.push_back(std::move(cache));
     }
 
@@ -217,12 +218,12 @@ class Victim {
         for (int &fd : data_) request.data.push_back(wired(fd));
         for (unsigned i = 0; i < adt::kTransportCount; ++i) request.use[i] = adt::kTransports[i] == &adt::kTcpOps;
         std::string error;
-        check(engine_.connect(node_, request, peer_, error) == ADT_OK, "connect");
+        check(engine_->connect(node_, request, peer_, error) == ADT_OK, "connect");
         const adt_geometry_t geometry{1, 0, 8, kOwnBlock, kOwnBlock};
         for (unsigned i = 0; i < adt::kTransportCount; ++i) {
             if (!request.use[i]) continue;
             const adt_key_t key{nullptr, 0, -1};
-            check(engine_.import_cache(peer_, kRemote, geometry, i, key, remote_, error) == ADT_OK, "import_cache");
+            check(engine_->import_cache(peer_, kRemote, geometry, i, key, remote_, error) == ADT_OK, "import_cache");
         }
     }
 
@@ -235,7 +236,7 @@ class Victim {
                 at += static_cast<size_t>(n);
                 continue;
             }
-            engine_.step(1000);
+            engine_->step(1000);
             listen();
         }
     }
@@ -255,29 +256,46 @@ class Victim {
         const uint64_t lease = argument % 4;
         switch (what % 8) {
             case 0:
-                engine_.disconnect(peer_, ADT_ERR_CLOSED);
+                engine_->disconnect(peer_, ADT_ERR_CLOSED);
                 break;
             case 1:
-                engine_.adopt_lease(peer_, lease);
+                engine_->adopt_lease(peer_, lease);
                 break;
             case 2:
-                engine_.release_lease(peer_, lease);
+                engine_->release_lease(peer_, lease);
                 break;
             case 3:
             case 4: {
                 const uint64_t cluster = kCluster + (what >> 7);
-                engine_.hold(node_, lease, 1u + argument % 5u, (what & 8) != 0 ? nullptr : &cluster, kSecond);
+                engine_->hold(node_, lease, 1u + argument % 5u, (what & 8) != 0 ? nullptr : &cluster, kSecond);
                 break;
             }
             case 5:
-                engine_.end_lease(node_, lease);
+                engine_->end_lease(node_, lease);
                 break;
             case 6:
-                engine_.end_leases(node_);
+                if ((argument & 0x80) != 0) {
+                    record(argument);
+                } else {
+                    engine_->end_leases(node_);
+                }
                 break;
             case 7:
-                engine_.release_cache(remote_);
+                engine_->release_cache(remote_);
                 break;
+        }
+    }
+
+    // What a gate that some operation waits at says next.
+    void record(uint8_t what) {
+        if (gates_.empty()) return;
+        const size_t which = (what >> 2) % 8 % gates_.size();
+        if ((what & 0x40) != 0) {
+            gates_.erase(gates_.begin() + static_cast<std::ptrdiff_t>(which));
+        } else if ((what & 2) != 0) {
+            gates_[which]->gate()->fail(2 * (what & 1u));
+        } else {
+            gates_[which]->gate()->record(2 * (what & 1u));
         }
     }
 
@@ -366,7 +384,8 @@ class Victim {
         request.timeout_ns = (what & 8) != 0 ? kSecond : 0;
         request.allow_inline = false;
         request.cookie = this;
-        const adt::SubmitResult result = engine_.submit(request);
+        const bool layered = opcode == ADT_WRITE && (what & 0x80) != 0;
+        const adt::SubmitResult result = layered ? start_layers(request, what) : engine_->submit(request);
         if (result.status != ADT_PENDING) return;
         running_.insert(result.op);
         if (opcode != ADT_READ) return;
@@ -374,6 +393,20 @@ class Victim {
         for (uint64_t i = 0; i < kOwnBlock; ++i) {
             writer_[2000 + kOwnBlock + i] = writer_[2000 + 3 * kOwnBlock + i] = static_cast<uint8_t>(kOwn);
         }
+    }
+
+    // Two layers of the same blocks, and one between them.
+    adt::SubmitResult start_layers(const adt::TransferRequest &request, uint8_t what) {
+        gates_.push_back(std::make_shared<adt::Recorder>(kLayers));
+        if (gates_.size() > 8) gates_.erase(gates_.begin());
+        adt::LayerRequest wanted;
+        wanted.gate = gates_.back()->gate();
+        wanted.gate->record(1);
+        if ((what & 0x40) != 0) wanted.gate->record(2 * ((what >> 5) & 1u));
+        wanted.tensors = {{0, 0, 0}, {0, 0, 0}};
+        wanted.starts = {0, 1, 1, 2};
+        wanted.remote_view = {1, 0, 8, kOwnBlock, kOwnBlock};
+        return engine_->submit_layers(request, wanted);
     }
 
     // Takes the events, and compares memory: what could be written until now may be written no more once its event says
@@ -387,6 +420,11 @@ class Victim {
                 check(event.cookie == this, "a foreign cookie");
                 check(running_.erase(event.token) == 1, "an operation was reported twice");
                 if (reading_.erase(event.token) == 1 && reading_.empty()) freeze(kOwn);
+            } else if (event.kind == EventKind::layer_done) {
+                check(event.cookie == this && event.token < kLayers && !running_.empty(), "a foreign layer");
+            } else if (event.kind == EventKind::layer_arrived) {
+                check(event.cache == kStrided || event.cache == kWriteOnly, "a layer arrived where none can");
+                check(event.bytes < 2 && event.status >= 0, "a layer arrived that is not there");
             } else if (event.kind == EventKind::cache_quiet) {
                 freeze(static_cast<uint8_t>(event.cache));
             }
@@ -407,7 +445,7 @@ class Victim {
         }
     }
 
-    Engine engine_;
+    std::shared_ptr<Engine> engine_;
     std::shared_ptr<adt::Ring> ring_;
     std::shared_ptr<adt::Node> node_;
     std::shared_ptr<adt::Peer> peer_;
@@ -418,6 +456,7 @@ class Victim {
     std::array<uint8_t, kMemory> writer_{};  // the cache through which a byte may be written right now, or 0
     std::set<uint64_t> running_;
     std::set<uint64_t> reading_;
+    std::vector<std::shared_ptr<adt::Recorder>> gates_;
     int wire_ = -1;
     int data_[2] = {-1, -1};
     std::string received_;
