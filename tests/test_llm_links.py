@@ -76,12 +76,12 @@ def nodes(*cluster_ids: int, **changes: Any) -> Iterator[list[tuple[LLMDataDist,
 
 
 def test_linking_and_unlinking() -> None:
-    with nodes(1, 2) as [(prompt, address), (decoder, _)]:
+    with nodes(1, 2) as [(prompt, address), (decoder, back)]:
         assert unlink(decoder, 1) is SUCCESS  # of one that is not linked
         assert link(decoder, 1, address) is SUCCESS
         assert link(decoder, 1, address) is ALREADY
         until_linked(prompt, 2)
-        assert link(prompt, 2, "127.0.0.1:1") is ALREADY  # one link for both
+        assert link(prompt, 2, back) is ALREADY  # one link for both
         assert unlink(prompt, 2) is SUCCESS  # also by who was linked
         until_linked(decoder)
         assert link(decoder, 1, address) is SUCCESS
@@ -143,6 +143,17 @@ def test_two_live_nodes_with_one_id(capsys: pytest.CaptureFixture[str]) -> None:
         assert linked_ids(first) == {1}
         assert unlink(first, 1) is SUCCESS
         assert link(second, 1, prompt) is SUCCESS
+
+
+@pytest.mark.parametrize("backend", [None, "hixl"])
+def test_a_second_peer_with_the_id_of_the_first(backend: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    with nodes(1, 1, 2, transfer_backend=backend) as [(_, first), (_, second), (decoder, _)]:
+        assert link(decoder, 1, first) is SUCCESS
+        assert link(decoder, 1, second) is FAILED
+        assert f"cluster id 1 is that of a live node that is linked already and listens at {first}" in (
+            capsys.readouterr().out
+        )
+        assert link(decoder, 1, first) is ALREADY
 
 
 def test_modes_need_not_agree() -> None:

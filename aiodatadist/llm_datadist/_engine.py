@@ -590,9 +590,11 @@ class Engine:
             counted = self._counted
             if counted is not None and peer.cluster_id == self.config.cluster_id:
                 raise ArgumentError(f"cluster {peer.cluster_id} is this node itself")
-            if (counted is None or counted.is_mine(peer.cluster_id)) and await self._is_linked(peer.cluster_id):
-                log.warn("cluster %d is linked already", peer.cluster_id)
-                return LLMStatusCode.LLM_ALREADY_LINK
+            if await self._is_linked(peer.cluster_id):
+                self._check_same_peer(peer.cluster_id, where[0])
+                if counted is None or counted.is_mine(peer.cluster_id):
+                    log.warn("cluster %d is linked already", peer.cluster_id)
+                    return LLMStatusCode.LLM_ALREADY_LINK
             info = ClusterInfo(peer.cluster_id, where)
             if counted is not None:
                 await counted.link(info, seconds)
@@ -621,6 +623,18 @@ class Engine:
         except LinkError as why:
             log.info("cluster %d did not answer: %s", cluster_id, why)
         return self._dd.links.get(cluster_id) is link
+
+    def _check_same_peer(self, cluster_id: int, where: tuple[str, int]) -> None:
+        """Refuse to take a link for one to somebody else: two nodes with one cluster id."""
+        link = self._dd.links.get(cluster_id)
+        listens = link.peer_listens_at if link is not None else ()
+        # By ports: a peer has more addresses than it names.
+        if listens and str(where[1]) not in {address.rpartition(":")[2] for address in listens}:
+            raise LinkError(
+                f"cluster id {cluster_id} is that of a live node that is linked already and listens at "
+                f"{', '.join(listens)}, not at {where[0]}:{where[1]}",
+                hint="give every node a cluster id of its own",
+            )
 
     async def _unlink(self, cluster_id: int, seconds: float, force: bool) -> LLMStatusCode:
         until = time.monotonic() + seconds
