@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -372,6 +373,20 @@ def test_a_peer_that_crashed_is_linked_anew_without_force() -> None:
         assert why.value.status_code is NOT_LINKED
         assert unlink(decoder, PROMPT) is SUCCESS
         assert link(decoder, PROMPT, address) is FAILED
+
+
+def test_unlinking_a_peer_that_does_not_answer() -> None:
+    with reserved_address() as address, node(DECODER) as decoder, prompt_process(address, 1) as process:
+        mine = Memory(decoder)
+        assert link(decoder, PROMPT, address) is SUCCESS
+        process.send_signal(signal.SIGSTOP)
+        status, each = decoder.unlink_clusters(cluster(PROMPT), 50)
+        assert (status, each) == (LLMStatusCode.LLM_TIMEOUT, [LLMStatusCode.LLM_TIMEOUT])
+        assert linked_ids(decoder) == set()  # ended here all the same
+        with pytest.raises(LLMException) as why:
+            decoder.cache_manager.pull_blocks(BlocksCacheKey(PROMPT), mine.cache, [0], [0])
+        assert why.value.status_code is NOT_LINKED
+        assert unlink(decoder, PROMPT, force=True) is SUCCESS
 
 
 def test_closing_a_node_ends_its_links() -> None:
