@@ -57,7 +57,9 @@ def check_isinstance(
     """
     if value is None and allow_none:
         return
-    if type(value) is not types and not isinstance(value, _as_types(types)):
+    exact = types if isinstance(types, (type, tuple)) else tuple(types)
+    # In two steps, because the second one costs more and hardly anybody needs it.
+    if not isinstance(value, exact) and not isinstance(value, _as_types(exact)):
         raise TypeError(f"{name} only support {_names(types)}, got {value!r:.80} of type {type(value).__name__}")
     if element_types is not None:
         check_inner(name, value, element_types)
