@@ -386,8 +386,9 @@ class CacheManager(CacheRegistry):
         ----------
         cache : Cache
             Of this DataDist; may be read-only. Tensors of a layer lie next to each other.
-        layers : LayerGate or other source
-            Says which layers are final; see `aiodatadist.layers`.
+        layers : LayerGate, LayerSynchronizer, or sequence of events or futures
+            Says which layers are final; in a sequence, element ``i`` stands for layer ``i``. See `aiodatadist.layers`.
+            Let go of when the task ends.
         targets : sequence of TransferConfig or TransferWithCacheKeyConfig
             What goes where. One that fails does not stop the others. Never changed.
         src_blocks, dst_blocks : sequence or array of int, optional
@@ -412,6 +413,8 @@ class CacheManager(CacheRegistry):
         BlockIndexError, ArgumentError, ArgumentTypeError, ClosedError
             What is wrong with the call whatever the peers have; nothing has started. That a peer is not linked, has no
             such cache, or one that does not fit, is in that target's result.
+        OutOfMemoryError
+            There is no thread to be had for the source.
         """
         self._dd._check_usable()
         self._check_own(cache)

@@ -368,7 +368,13 @@ def _answered(feed: _Feed, layer: int, millis: int | None, answer: object) -> No
 
 
 def _no_bool(call: str, answer: object, hint: str) -> ArgumentTypeError:
-    said = shown(answer) if isinstance(answer, int) else reprlib.repr(answer)
+    # No code of the object's class runs here: it might raise.
+    if type(answer) is int:
+        said = shown(answer)
+    elif answer is None or type(answer) in (str, float):
+        said = reprlib.repr(answer)
+    else:
+        said = f"an object of type {type(answer).__name__}"
     return ArgumentTypeError(f"{call} returned {said}, not a bool", hint=hint)
 
 
@@ -550,8 +556,8 @@ def _ask(feed: _Feed, layer: int, question: Callable[[], object]) -> bool:
         feed.fail(layer, _from_there(why))
         return True
     if not isinstance(answer, (bool, np.bool_)):
-        call = f"{getattr(question, '__name__', 'query')}() of layers[{layer}]"
-        feed.fail(layer, _no_bool(call, answer, "return True once the device has passed the event, and False before"))
+        hint = "return True once the device has passed the event, and False before"
+        feed.fail(layer, _no_bool(f"query() of layers[{layer}]", answer, hint))
         return True
     if answer:
         feed.record(layer)

@@ -106,6 +106,11 @@ class Device:
         raise AssertionError("a thread for all events cannot wait for one")
 
 
+class Unspeakable:
+    def __repr__(self) -> str:
+        raise SystemExit("a thread that ends here leaves all others waiting")
+
+
 SYNCHRONIZERS = pytest.mark.parametrize("kind", [Blocking, Awaiting])
 
 
@@ -169,6 +174,7 @@ async def test_synchronizers_hear_of_the_deadline(kind: type[Blocking]) -> None:
         (SystemExit("thread"), SystemExit, "thread"),
         (None, adt.ArgumentTypeError, "synchronize_layer(1, None) returned None, not a bool; return True when"),
         (1, adt.ArgumentTypeError, "synchronize_layer(1, None) returned 1, not a bool"),
+        (Unspeakable(), adt.ArgumentTypeError, "returned an object of type Unspeakable, not a bool"),
         ("yes" * 1000, adt.ArgumentTypeError, "synchronize_layer(1, None) returned 'yes"),
     ],
 )
@@ -227,7 +233,7 @@ async def test_a_method_that_forgot_to_be_async() -> None:
         (result,) = await push(pair, here, Forgetful())
         assert result.error is not None
         assert isinstance(result.error.__cause__, adt.ArgumentTypeError)
-        assert "returned <coroutine ob" in str(result.error.__cause__)
+        assert "returned an object of type coroutine, not a bool" in str(result.error.__cause__)
 
 
 async def test_a_cancelled_await_inside_fails_its_layer_alone() -> None:
@@ -442,6 +448,7 @@ async def test_one_thread_asks_all_events() -> None:
         (SystemExit(1), SystemExit, "1"),
         (None, adt.ArgumentTypeError, "query() of layers[1] returned None, not a bool; return True once"),
         (0, adt.ArgumentTypeError, "query() of layers[1] returned 0, not a bool"),
+        (Unspeakable(), adt.ArgumentTypeError, "query() of layers[1] returned an object of type Unspeakable"),
     ],
 )
 async def test_events_that_cannot_be_asked_fail_their_layers(
