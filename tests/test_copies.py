@@ -848,9 +848,9 @@ def test_a_node_copies_without_any_link(stepped: Stepped) -> None:
     assert stepped.side.node.quiet()
     call = stepped.start()
     assert not stepped.side.node.quiet()
-    ((op, _, cache, opcode, stop, _, done, total, path),) = stepped.side.node.pending()
-    assert (op, cache, opcode, stop, done, total, path) == (
-        call.op, stepped.shown.id, _core.READ, 0, 0, 2 * 8192 * 64, "local",
+    ((op, _, cache, opcode, stop, _, done, total, path, *layers),) = stepped.side.node.pending()
+    assert (op, cache, opcode, stop, done, total, path, layers) == (
+        call.op, stepped.shown.id, _core.READ, 0, 0, 2 * 8192 * 64, "local", [False, 0, 0],
     )  # fmt: skip
     stepped.step()
     assert (call.status, call.done) == (OK, 2 * 8192 * 64)
