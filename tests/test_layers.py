@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import itertools
+import os
 import subprocess
 import sys
 import threading
@@ -582,6 +584,24 @@ async def test_a_gate_forgets_who_has_waited() -> None:
                 task.cancel()
             await asyncio.wait(tasks)
             assert gate.waiting == 0
+
+
+def copy_policies() -> list[int]:
+    """Return the scheduling policies of the copy threads."""
+    found = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as comm:
+            if comm.read() == "adt-copy\n":
+                found.append(os.sched_getscheduler(int(task)))
+    return found
+
+
+async def test_copy_threads_do_not_take_the_core_of_who_wakes_them() -> None:
+    # One that the whole process runs under is kept.
+    own = os.sched_getscheduler(0)
+    wanted = os.SCHED_BATCH if own == os.SCHED_OTHER else own
+    async with linked():
+        await until(lambda: copy_policies() == [wanted] * adt.Config().copy_threads)
 
 
 class WhyNot(Exception):

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "copy.hpp"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -104,6 +106,15 @@ const Kernel &kernel() {
     return chosen;
 }
 
+// A thread that posts a batch wakes a copy thread. Where no core is idle, the kernel would let the one that wakes take
+// the core of the one that posts, in the middle of its call: a model's thread, which records a layer. Under this policy
+// it waits for its turn, with the same share of time. A policy that somebody chose for the process is kept, and where
+// the kernel refuses only that turn comes too early.
+void yield_to_whoever_posts() {
+    const sched_param none{};
+    if (sched_getscheduler(0) == SCHED_OTHER) sched_setscheduler(0, SCHED_BATCH, &none);
+}
+
 }  // namespace
 
 CopyKernel stream_copy() {
@@ -124,7 +135,12 @@ void store_fence() {
 CopyPool::CopyPool(unsigned threads, Run run) : run_(std::move(run)) {
     threads_.reserve(threads);
     try {
-        for (unsigned i = 0; i < threads; ++i) threads_.push_back(start_thread("adt-copy", [this] { work(); }));
+        for (unsigned i = 0; i < threads; ++i) {
+            threads_.push_back(start_thread("adt-copy", [this] {
+                yield_to_whoever_posts();
+                work();
+            }));
+        }
     } catch (...) {
         stop();
         throw;
