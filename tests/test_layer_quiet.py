@@ -105,7 +105,7 @@ async def test_input_is_read_during_the_call_and_never_changed() -> None:
         for layer in range(LAYERS):
             gate.record(layer)
         results = await task
-        assert [result.error for result in results] == [None, None]
+        assert [(result.error, result.layers_done) for result in results] == [(None, LAYERS)] * 2
         assert results[0].config is first
         for mine, theirs in zip(here.tensors, there.tensors, strict=True):
             np.testing.assert_array_equal(theirs[[3, 4]], mine[[1, 2]])
@@ -166,8 +166,9 @@ async def test_u4_a_task_that_is_kept_lets_go_of_its_caches(transport: str) -> N
     async with linked(transport) as pair:
         await both(pair)
         tensors = pattern(4, (8, 64), tensors=2 * LAYERS)
-        alive = [weakref.ref(tensor) for tensor in tensors]
+        alive: list[weakref.ref[Any]] = [weakref.ref(tensor) for tensor in tensors]
         here = await pair.take(tensors)
+        alive.append(weakref.ref(here))
         gate = adt.LayerGate(LAYERS)
         target = adt.TransferWithCacheKeyConfig(KEY)
         ended = [
