@@ -345,6 +345,7 @@ async def test_gates_are_inert_in_a_forked_child() -> None:
             assert pipe.read().split(",") == ["ForkedError"] * 4 + ["False"]
         assert os.waitpid(pid, 0)[1] == 0
         assert signal.pending
+        signal.release()
         for layer in range(LAYERS):
             gate.record(layer)
         assert (await task)[0].error is None
