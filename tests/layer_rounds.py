@@ -155,6 +155,7 @@ class Lane:
             for region in bench.regions
         }
         self.over = threading.Event()
+        self._ours = threading.Lock()  # the model's thread and this one take turns
         self.fill()
 
     def broken(self, what: str) -> Broken:
@@ -163,9 +164,10 @@ class Lane:
     def fill(self) -> None:
         """Take the source back."""
         self.pattern = DATA_LIMIT | (self.pattern + 1) % 0x80
-        for tensors in self.local.values():
-            for tensor in tensors:
-                tensor[:] = self.pattern
+        with self._ours:
+            for tensors in self.local.values():
+                for tensor in tensors:
+                    tensor[:] = self.pattern
 
     # Plans. ----------------------------------------------------------------------------------------------
 
@@ -263,8 +265,9 @@ class Lane:
 
     def compute(self, plan: Plan, layer: int) -> None:
         """Compute a layer; once the task is over its memory is somebody else's."""
-        for t in plan.tensors_of(layer):
-            self.local[_source_of(plan.direction)][t][:] = self.pattern if self.over.is_set() else plan.data[t]
+        with self._ours:
+            for t in plan.tensors_of(layer):
+                self.local[_source_of(plan.direction)][t][:] = self.pattern if self.over.is_set() else plan.data[t]
 
     def _say(self, plan: Plan, gate: adt.LayerGate, layer: int) -> None:
         if layer == plan.fails:
