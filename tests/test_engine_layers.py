@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,12 +25,15 @@ from .engine_rig import (
     OK,
     PEER_LOST,
     PROTOCOL,
+    RUN,
     SECOND,
     TIMEOUT,
+    WRITE_DONE,
     Call,
     Hand,
     Rig,
     Tensors,
+    answer,
     hand,
     message,
     rig,
@@ -371,6 +375,54 @@ def test_a_flood_of_layers_is_bounded(h: Hand) -> None:
     h.run(lambda: [said for said in h.heard(1) if said[3] == token])
     assert 0 < len(h.side.seen(_core.EVENT_LAYER_ARRIVED)) <= 80 * 1024
     assert not h.side.seen(_core.EVENT_PEER_LOST)
+
+
+def test_a_layer_does_not_overtake_what_was_ended_by_force_before_it_was_recorded() -> None:
+    """Its owner would fill the blocks from that frame afterwards. What was recorded before competes with it anyway."""
+    size = 1 << 20
+    with hand("step", connections=2, drain_timeout=0.01, buffers=4096) as h:
+        geometry = (2, 10, size, size)
+        here, there = Tensors(geometry, False), Tensors((2, 1, 1, 1), False)
+        h.kept += [here, there]
+        local = h.side.register(here)
+        remote = h.side.to_peer.import_cache(9, geometry, [("tcp", b"", -1)])
+        pair = _core.Pair(local, remote, (here, there))
+        forced, call, gate = Call(), Call(), _core.Gate(2)
+        pair.submit(forced, _core.WRITE, [0], [0], 0, 0, 1, 0.0, False)
+        blocks = list(range(10))
+        pair.submit_layers(call, blocks, blocks, gate, 0, 1, [(0, 0, 0), (1, 1, 0)], [0, 1, 2], geometry, 0.0)
+        gate.record(0)  # more batches than may be under way: some wait for their turns
+        h.turn()
+        pair.cancel(forced.op)
+        h.run(lambda: forced.ended, advance_ns=SECOND // 10)
+        assert forced.status == CANCELLED
+        gate.record(1)
+        seen: list[list[int]] = [[], []]
+
+        def serve(connection: int) -> None:
+            """Take and answer whatever comes there, until nothing does."""
+            while True:
+                for _ in range(50):
+                    h.turn()
+                with contextlib.suppress(BlockingIOError):
+                    if h.data[connection].recv(1, socket.MSG_PEEK):
+                        head = h.header(connection)
+                        assert head is not None
+                        runs = [RUN.unpack(h.receive(RUN.size, connection)) for _ in range(head.count)]
+                        h.receive(head.payload + 8, connection)
+                        seen[connection] += [tensor for _, tensor, _ in runs]
+                        h.send(answer(WRITE_DONE, head.seq), connection)
+                        continue
+                return
+
+        serve(1)
+        assert len(seen[1]) >= 3
+        assert not any(seen[1]), "a layer came while the frame of an ended write was on the wire"
+        while not call.ended:
+            serve(0)
+            serve(1)
+        assert (call.status, call.done, call.landed) == (OK, 20 * size, [0, 1])
+        assert sorted(seen[0] + seen[1]) == [0] * 11 + [1] * 10
 
 
 def test_a_peer_that_never_learned_of_layers_hears_of_none(h: Hand) -> None:
