@@ -270,6 +270,24 @@ def test_a_stopped_process_does_nothing_until_it_goes_on() -> None:
     simulated(check)
 
 
+def test_a_process_that_is_killed_while_it_is_stopped_leaves_nothing_to_do() -> None:
+    """What has come for it meanwhile comes to nobody, and certainly not for ever."""
+
+    async def check(sim: SimCluster) -> None:
+        _, mine = await two(sim)
+        sim.stop(OWNER)
+        push = sim[USER].cache_manager.push_blocks(KEY, mine, [1], [1])
+        await asyncio.sleep(1.0)
+        sim.crash(OWNER)
+        await sim.restart(OWNER)
+        sim.stop(OWNER)
+        with pytest.raises(adt.PeerLostError):
+            await push
+        await asyncio.sleep(1.0)
+
+    simulated(check)
+
+
 def test_a_blocked_way_delays_and_loses_nothing() -> None:
     async def check(sim: SimCluster) -> None:
         _, mine = await two(sim)

@@ -183,6 +183,7 @@ Engine::~Engine() {
         // Nothing here may go round in circles: operations and links refer to each other.
         Section s(*this);
         for (const std::shared_ptr<Peer> &peer : peers) {
+            close_wire(*peer);  // somebody may still hold the link, and with it the descriptors
             peer->ops.clear();
             peer->fences_on_peer.clear();
             peer->node->peers.clear();
@@ -241,8 +242,12 @@ void Engine::step(uint64_t advance_ns) {
 
 uint64_t Engine::next_due() {
     const std::lock_guard<std::mutex> lock(mu_);
-    const uint64_t timer = timers_.empty() ? UINT64_MAX : timers_.begin()->first;
-    return options_.network ? std::min(timer, options_.network->next_due(options_.place)) : timer;
+    uint64_t due = timers_.empty() ? UINT64_MAX : timers_.begin()->first;
+    for (const Transport &t : transports_) {
+        if (t.ops != &kSimOps || !options_.network) continue;
+        due = std::min(due, options_.network->next_due(options_.place, t.handle));
+    }
+    return due;
 }
 
 // ---------------------------------------------------------------------------------------------- progress thread

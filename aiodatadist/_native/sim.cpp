@@ -79,9 +79,10 @@ void SimNetwork::crash(uint64_t place) {
     }
 }
 
-uint64_t SimNetwork::next_due(uint64_t place) const {
+uint64_t SimNetwork::next_due(uint64_t place, adt_transport_h transport) const {
     const auto found = places_.find(place);
     if (found == places_.end() || found->second.queue.empty()) return UINT64_MAX;
+    if (found->second.transport != reinterpret_cast<SimTransport *>(transport)) return UINT64_MAX;
     return found->second.queue.begin()->first.first;
 }
 

@@ -122,8 +122,8 @@ class SimNetwork {
     // Cuts a place off: nothing arrives, nothing leaves any more, and what its memory waits for never comes. What it
     // has sent is on its way.
     void crash(uint64_t place);
-    // When the next packet arrives at a place; UINT64_MAX: none.
-    uint64_t next_due(uint64_t place) const;
+    // When the next packet arrives at a place for this transport; UINT64_MAX: none.
+    uint64_t next_due(uint64_t place, adt_transport_h transport) const;
 
     std::vector<SimAccess> take_accesses() { return std::exchange(accesses_, {}); }
 
