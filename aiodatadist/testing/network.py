@@ -230,9 +230,12 @@ class SimStream(Stream):
 
     # From the process.
 
-    def _check(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise ConnectionAbortedError(errno.ECONNABORTED, "the connection was closed on this side")
+
+    def _check(self) -> None:
+        self._check_open()
         if self._error is not None and not self._buffer:
             raise OSError(self._error, os.strerror(self._error))
 
@@ -305,8 +308,8 @@ class SimStream(Stream):
             self._waiter.set_exception(OSError(code, "the connection was closed on this side"))
 
     def detach(self) -> int:
-        """Give it to an engine, as the descriptor that is returned."""
-        self._check()
+        """Give it to an engine, as the descriptor that is returned. One that was reset is found so by the engine."""
+        self._check_open()
         ours, theirs = socket.socketpair()
         relay = _Relay(self._host, self._out, self._into, adopt_socket(theirs))
         self._network.native.bind(ours.fileno(), self._out.number, self._end, self._out.target.place)
