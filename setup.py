@@ -212,7 +212,10 @@ class BuildExt(build_ext):
         kept = f"{objects_dir}/{os.path.basename(target)}"
         objects = [obj for obj, _ in results]
         key = hashlib.sha256(repr([objects, flavour.link_flags, ext.libraries]).encode()).hexdigest()
-        if self.force or any(new for _, new in results) or not os.path.exists(kept) or read_text(f"{kept}.key") != key:
+        # By their times: an object that both libraries hold may be new by the build of the other.
+        linked = os.path.getmtime(kept) if os.path.exists(kept) else 0.0
+        outdated = any(new or os.path.getmtime(obj) >= linked for obj, new in results)
+        if self.force or outdated or read_text(f"{kept}.key") != key:
             for path in (kept, f"{kept}.key"):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
