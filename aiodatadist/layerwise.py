@@ -8,7 +8,6 @@ caches of the peer.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +29,7 @@ from .errors import (
 )
 from .keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, Key
 from .layers import OpenSource, open_source
-from .transfer import Progress, Transfer
+from .transfer import Progress, Transfer, measured_time
 from .types import U32_MAX, as_integer, shown
 
 if TYPE_CHECKING:
@@ -213,7 +212,7 @@ class _Target(Transfer[None]):
     def begin(self, works: list[_Work], source: OpenSource, seconds: float) -> None:
         """Give the work to the engine."""
         self._failures = source.gate.failures
-        self._started = time.monotonic()
+        self._started = measured_time(self.get_loop())
         self._parts_left = self._works = len(works)
         failure: DataDistError | None = None
         for work in works:

@@ -26,6 +26,15 @@ __all__ = ["Operation", "Progress", "Transfer"]
 T = TypeVar("T")
 
 
+def measured_time(loop: asyncio.AbstractEventLoop) -> float:
+    """Return the time by which latencies are measured, in seconds.
+
+    Not the loop's, which uvloop keeps in milliseconds, unless that is a virtual one.
+    """
+    virtual: Callable[[], float] | None = getattr(loop, "virtual_time", None)
+    return time.monotonic() if virtual is None else virtual()
+
+
 class Progress(NamedTuple):
     """Bytes of a transfer.
 
@@ -147,7 +156,7 @@ class Transfer(asyncio.Future[T]):
         self._native = native
         self._op = op
         self._bytes_total = nbytes
-        self._started = time.monotonic()
+        self._started = measured_time(self.get_loop())
 
     def _native_done(self, status: int, nbytes: int) -> None:
         """End the future: the engine touches the memory no more."""
@@ -201,7 +210,7 @@ class Transfer(asyncio.Future[T]):
             return
         self._counters = None  # once, whoever ends it: closing waits for all that are counted as started
         pulled, pushed = (nbytes, 0) if self._pull else (0, nbytes)
-        elapsed = time.monotonic() - self._started if hasattr(self, "_started") else 0.0
+        elapsed = measured_time(self.get_loop()) - self._started if hasattr(self, "_started") else 0.0
         counters.end(outcome_of(error), seconds=elapsed, pulled=pulled, pushed=pushed)
 
     # Driven by Python. ---------------------------------------------------------------------------------------

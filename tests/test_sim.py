@@ -335,6 +335,21 @@ def test_writes_are_seen_while_they_happen() -> None:
     simulated(check, way=Way(fragment=32, duplicate=0.5, reorder=0.5, visible=(0.0, 0.1)))
 
 
+def test_latencies_are_those_of_the_virtual_clock() -> None:
+    stats: list[dict[str, Any]] = []
+
+    async def check(sim: SimCluster) -> None:
+        _, mine = await two(sim)
+        sim.stall(OWNER, USER, 2.0)
+        await sim[USER].cache_manager.pull_blocks(KEY, mine, [1], [1])
+        stats.append(sim[USER].stats()["total"])
+
+    simulated(check)
+    simulated(check)
+    assert stats[0] == stats[1]
+    assert 2.0 <= stats[0]["latency"]["total"] < 2.1
+
+
 def test_slow_processes_see_the_same_in_the_end() -> None:
     async def check(sim: SimCluster) -> None:
         sim_ = sim
