@@ -141,6 +141,7 @@ NETWORK = """
     import numpy as np
     import pytest
     import aiodatadist as adt
+    from aiodatadist import testing
 
     pytestmark = pytest.mark.asyncio
 
@@ -175,6 +176,17 @@ def test_time_that_passes_costs_nothing(suite: pytest.Pytester) -> None:
         assert event.new is adt.LinkState.BROKEN
         assert 5.0 < sim_cluster.now() - began < 20.0
 
+    async def work(test):
+        pass
+
+    async def test_what_needs_real_time_is_refused(virtual_clock):
+        with pytest.raises(adt.UsageError, match="a process cannot be started on a virtual clock; it needs real time"):
+            async with testing.spawn_peer(work):
+                pass
+        with pytest.raises(adt.UsageError, match="a proxy cannot be started"):
+            async with testing.FaultProxy("127.0.0.1:1"):
+                pass
+
     async def test_both(sim_cluster, virtual_clock):
         assert sim_cluster.now() == virtual_clock.time()
 
@@ -182,7 +194,7 @@ def test_time_that_passes_costs_nothing(suite: pytest.Pytester) -> None:
         assert type(asyncio.get_running_loop()).__module__ == "asyncio.unix_events"
         """,
     )
-    result.assert_outcomes(passed=4)
+    result.assert_outcomes(passed=5)
 
 
 SEEDS = (

@@ -17,7 +17,9 @@ import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Protocol, TypeVar, TypeVarTuple
 
-__all__ = ["SimTask", "SimulationStuck", "VirtualLoop", "run"]
+from ..errors import UsageError
+
+__all__ = ["SimTask", "SimulationStuck", "VirtualLoop", "need_real_time", "run"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -260,3 +262,12 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
     """
     with asyncio.Runner(debug=debug, loop_factory=VirtualLoop) as runner:
         return runner.run(main)
+
+
+def need_real_time(what: str) -> None:
+    """Refuse to start what does not follow a virtual clock. Raises UsageError."""
+    if isinstance(asyncio.get_running_loop(), VirtualLoop):
+        raise UsageError(
+            f"{what} cannot be started on a virtual clock",
+            hint="it needs real time: leave out the fixtures of the simulation in this test",
+        )

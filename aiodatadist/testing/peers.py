@@ -43,7 +43,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Concatenate, Final, ParamSpec
 
-from ..errors import ArgumentError, ArgumentTypeError, UsageError
+from ..errors import ArgumentError, ArgumentTypeError
+from .clock import need_real_time
 
 __all__ = ["PeerDied", "PeerError", "PeerFailed", "PeerProcess", "TestSide", "spawn_peer"]
 
@@ -367,11 +368,7 @@ async def spawn_peer(
     too. At the end of the block the function is cancelled, as by `asyncio.Task.cancel`; the process is killed when it
     is stopped, or does not end within 30 s. It does not outlive the test's process.
     """
-    if type(asyncio.get_running_loop()).__module__ == f"{__package__}.clock":
-        raise UsageError(
-            "a process cannot be started on a virtual clock",
-            hint="real processes need real time: leave out the fixtures of the simulation in this test",
-        )
+    need_real_time("a process")
     name, job = _job(function, args, kwargs)
     here, there = socket.socketpair()
     with there:

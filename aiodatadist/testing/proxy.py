@@ -26,6 +26,7 @@ from typing import Final, Literal, Self
 
 from ..errors import ArgumentError, UsageError
 from ..types import Address, parse_address
+from .clock import need_real_time
 
 __all__ = ["Direction", "FaultProxy"]
 
@@ -237,6 +238,7 @@ class FaultProxy:
     async def __aenter__(self) -> Self:
         if self._address is not None:
             raise UsageError("a FaultProxy is opened once")
+        need_real_time("a proxy")
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         # Keeps the port while the proxy refuses: nobody else can get it meanwhile.
