@@ -144,7 +144,8 @@ def test_no_blocks_and_no_layers_are_a_success(path: str, mode: str) -> None:
 @pytest.mark.parametrize(("path", "mode"), CASES)
 def test_a_gate_forgets_who_has_ended(path: str, mode: str) -> None:
     with case(path, mode) as c:
-        calls = [c.start() for _ in range(3)] + [c.start([]), c.start(timeout=0.001 if mode == "threads" else 1e-6)]
+        calls = [c.start(blocks=[i]) for i in range(3)]
+        calls += [c.start([]), c.start(blocks=[3], timeout=0.001 if mode == "threads" else 1e-6)]
         c.r.run(lambda: calls[3].ended and calls[4].ended)
         assert (calls[3].status, calls[4].status, c.gate.waiting) == (OK, TIMEOUT, 3)
         c.pair.cancel(calls[0].op)
@@ -152,7 +153,7 @@ def test_a_gate_forgets_who_has_ended(path: str, mode: str) -> None:
         assert (calls[0].status, c.gate.waiting) == (CANCELLED, 2)
         c.record(0, 1, 2, 3)
         assert c.gate.waiting == 0  # before anything has moved
-        late = [c.start() for _ in range(3)]
+        late = [c.start(blocks=[i]) for i in range(4, 7)]
         assert c.gate.waiting == 0
         c.r.run(lambda: all(call.ended for call in calls + late))
         assert {call.status for call in calls[1:3] + late} == {OK}
@@ -162,7 +163,7 @@ def test_a_gate_forgets_who_has_ended(path: str, mode: str) -> None:
 @pytest.mark.parametrize("how", ["fail", "drop"])
 def test_a_layer_that_will_not_come_ends_the_operation(path: str, mode: str, how: str) -> None:
     with case(path, mode) as c:
-        call, half = c.start(), c.start(EACH[:2])
+        call, half = c.start(blocks=c.blocks[:4]), c.start(EACH[:2], c.blocks[4:])
         c.record(0, 1)
         c.r.run(lambda: half.ended)
         if how == "fail":
@@ -182,9 +183,9 @@ def test_taking_a_cache_back_ends_what_waits_at_a_gate_and_nothing_else(path: st
     with rig(path, mode) as r:
         c = Case(r, 65536, 16)
         waiting = c.start(blocks=[])
-        moving = c.start()
+        moving = c.start(blocks=c.blocks[:8])
         c.record(0, 1, 2)
-        only = c.start(EACH[:3])  # has heard of all its layers
+        only = c.start(EACH[:3], c.blocks[8:])  # has heard of all its layers
         (c.local if side == "user" else c.owned).close()
         c.r.run(lambda: waiting.ended and moving.ended and only.ended)
         expected = CLOSED if side == "user" else NOT_FOUND
