@@ -179,6 +179,8 @@ class Transfers(SimMachine):
 
         async def cancel() -> None:
             assert operation.future is not None
+            if operation.future.done():
+                return  # in the turn since it was drawn
             assert operation.future.cancel() is True
             done = operation.future.done()  # at once, if it had nothing under way
             assert operation.future.cancel() is not done

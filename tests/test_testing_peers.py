@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +138,12 @@ async def test_what_cannot_be_sent_is_said() -> None:
 
 @pytest.mark.parametrize("way", ["kill", "stop", "cancel"])
 async def test_no_process_outlives_its_block(way: str) -> None:
+    # What a loop opens for its first connection, once in a process, stays.
+    here, there = socket.socketpair()
+    _, writer = await asyncio.open_connection(sock=here)
+    writer.close()
+    there.close()
+    await writer.wait_closed()
     before = held()
     async with spawn_peer(hang) as peer:
         assert await peer.receive() == "hanging"

@@ -38,7 +38,11 @@ def run(suite: pytest.Pytester, source: str, *options: str) -> pytest.RunResult:
 
 
 def again(suite: pytest.Pytester, *options: str) -> pytest.RunResult:
-    return suite.runpytest_inprocess("-p", "pytest_aiodatadist", *options)
+    result = suite.runpytest_inprocess("-p", "pytest_aiodatadist", *options)
+    # pytest leaves the last failure there for debuggers, and with it everything in its frames.
+    for name in ("last_exc", "last_type", "last_value", "last_traceback"):
+        vars(sys).pop(name, None)
+    return result
 
 
 def test_unused_it_imports_nothing_and_changes_no_loop(suite: pytest.Pytester) -> None:
