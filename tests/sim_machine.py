@@ -41,6 +41,7 @@ class SimMachine(RuleBasedStateMachine):
     """A machine with a cluster: `begin` makes it, `end` says what must hold at rest."""
 
     runner: asyncio.Runner | None = None
+    left_out: tuple[str, ...] = ()
 
     def begin(self, seed: int, way: str, start: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Make the cluster, and do what `start` does."""
@@ -49,7 +50,7 @@ class SimMachine(RuleBasedStateMachine):
         self.loop_errors: list[str] = []
         self.tasks: dict[asyncio.Task[Any], None] = {}
         self.runner.get_loop().set_exception_handler(lambda loop, context: self.loop_errors.append(repr(context)))
-        self.sim = SimCluster(seed, way=WAYS[way], limit=1e6)
+        self.sim = SimCluster(seed, way=WAYS[way], limit=1e6, left_out=self.left_out)
 
         async def enter() -> None:
             await self.sim.__aenter__()
