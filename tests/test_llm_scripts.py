@@ -400,6 +400,39 @@ print("with torch")
 """
 
 
+def test_torch_is_completed_after_a_look_for_it(nursery: Nursery, tmp_path: Path) -> None:
+    """Also where a script asks first whether torch is there, and where its first import fails."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text(
+        """\
+import os
+if os.environ.setdefault("TRIED", "") == "":
+    os.environ["TRIED"] = "1"
+    raise ImportError("not yet")
+class Tensor:
+    pass
+"""
+    )
+    text = """\
+import importlib.util, sys
+assert importlib.util.find_spec("torch") is not None
+assert "torch" not in sys.modules
+try:
+    import torch
+except ImportError:
+    pass
+import torch
+torch.npu.set_device(2)
+assert torch.npu.current_device() == 2 and torch.Tensor.npu
+assert importlib.util.find_spec("torch") is torch.__spec__
+assert type(torch.__spec__.loader).__module__ != "aiodatadist.llm_datadist.host_npu"
+assert not any(type(finder).__module__ == "aiodatadist.llm_datadist.host_npu" for finder in sys.meta_path)
+print("completed")
+"""
+    status, out, err = run_script(nursery, tmp_path, text, "--cpu")
+    assert (status, out) == (0, "completed\n"), err
+
+
 @pytest.mark.torch
 def test_torch_on_host_memory(nursery: Nursery, torch_nursery: Nursery, tmp_path: Path) -> None:
     status, out, err = run_script(torch_nursery, tmp_path, TORCH.format(imported=True), "--cpu")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.abc
-import importlib.util
 import os
 import sys
 import time
@@ -135,20 +134,26 @@ def _module(name: str, contents: dict[str, Any]) -> ModuleType:
     return module
 
 
-class _Torch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds torch where it is, and completes it once it has run."""
+class _Torch(importlib.abc.MetaPathFinder):
+    """Finds torch where it is, for an import as for a mere look, and stays until it has been completed."""
 
-    def __init__(self) -> None:
-        self._loader: Any = None
-
-    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None:
-            self._loader, spec.loader = spec.loader, self
-        return spec
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
+                if spec.loader is not None:
+                    spec.loader = _TorchLoader(self, spec.loader)
+                return spec
+        return None
+
+
+class _TorchLoader(importlib.abc.Loader):
+    """Completes torch once it has run."""
+
+    def __init__(self, finder: _Torch, loader: Any) -> None:
+        self._finder = finder
+        self._loader = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         created: ModuleType | None = self._loader.create_module(spec)
@@ -158,6 +163,7 @@ class _Torch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
+        sys.meta_path.remove(self._finder)
         _attach(module)
 
 
