@@ -77,12 +77,12 @@ def nodes(*cluster_ids: int, **changes: Any) -> Iterator[list[tuple[LLMDataDist,
 
 
 def test_linking_and_unlinking() -> None:
-    with nodes(1, 2) as [(prompt, address), (decoder, back)]:
+    with nodes(1, 2) as [(prompt, address), (decoder, _)]:
         assert unlink(decoder, 1) is SUCCESS  # of one that is not linked
         assert link(decoder, 1, address) is SUCCESS
         assert link(decoder, 1, address) is ALREADY
         until_linked(prompt, 2)
-        assert link(prompt, 2, back) is ALREADY  # one link for both
+        assert link(prompt, 2, "127.0.0.1:1") is ALREADY  # one link for both
         assert unlink(prompt, 2) is SUCCESS  # also by who was linked
         until_linked(decoder)
         assert link(decoder, 1, address) is SUCCESS
@@ -148,13 +148,34 @@ def test_two_live_nodes_with_one_id(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("backend", [None, "hixl"])
 def test_a_second_peer_with_the_id_of_the_first(backend: str | None, capsys: pytest.CaptureFixture[str]) -> None:
-    with nodes(1, 1, 2, transfer_backend=backend) as [(_, first), (_, second), (decoder, _)]:
-        assert link(decoder, 1, first) is SUCCESS
-        assert link(decoder, 1, second) is FAILED
-        assert f"cluster id 1 is that of a live node that is linked already and listens at {first}" in (
-            capsys.readouterr().out
-        )
-        assert link(decoder, 1, first) is ALREADY
+    """Also where both listen on one port, of different hosts."""
+    with nodes(1, 2, 3, transfer_backend=backend) as [(_, first), (decoder, _), (other, third)]:
+        second = first.replace("127.0.0.1", "127.0.0.2")
+        with node(1, second, transfer_backend=backend) as same:
+            assert link(decoder, 1, first) is SUCCESS
+            assert link(decoder, 1, second) is FAILED
+            assert (
+                f"cluster id 1 is that of a live node that is linked already, and of another one at {second}"
+                in capsys.readouterr().out
+            )
+            until_linked(same)
+            assert link(decoder, 1, first) is ALREADY
+            assert link(decoder, 1, third) is FAILED
+            assert "cluster 1 was meant, but cluster 3 listens" in capsys.readouterr().out
+            assert linked_ids(decoder) == {1}
+            assert linked_ids(other) == set()
+
+
+def test_a_peer_has_more_than_one_address() -> None:
+    with reserved_address() as address, nodes(2) as [(decoder, back)]:
+        everywhere = address.replace("127.0.0.1", "0.0.0.0")
+        with node(1, everywhere) as prompt:
+            assert link(decoder, 1, address) is SUCCESS
+            assert link(decoder, 1, address.replace("127.0.0.1", "127.0.0.3")) is ALREADY
+            until_linked(prompt, 2)
+            assert link(prompt, 2, back) is ALREADY
+            assert linked_ids(decoder) == {1}
+            assert linked_ids(prompt) == {2}
 
 
 def test_modes_need_not_agree() -> None:

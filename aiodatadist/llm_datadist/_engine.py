@@ -29,6 +29,7 @@ from .. import (
     Config,
     DataDist,
     DataDistError,
+    HandshakeError,
     LinkError,
     LinkTimeout,
     MemoryPool,
@@ -146,6 +147,7 @@ class Engine:
         self._communicators: Communicators
         self._aside: DataDist | None = None
         self._counted: CountedLinks | None = None  # with the backend hixl
+        self._linked_at: dict[int, tuple[int, str]] = {}  # epoch of a peer's last link that was made here, and where
         self._linked_to_self = False  # of which the node's links say nothing
         self._portal = Portal()
         try:
@@ -591,7 +593,7 @@ class Engine:
             if counted is not None and peer.cluster_id == self.config.cluster_id:
                 raise ArgumentError(f"cluster {peer.cluster_id} is this node itself")
             if await self._is_linked(peer.cluster_id):
-                self._check_same_peer(peer.cluster_id, where[0])
+                await self._check_same_peer(peer.cluster_id, where[0], seconds)
                 if counted is None or counted.is_mine(peer.cluster_id):
                     log.warn("cluster %d is linked already", peer.cluster_id)
                     return LLMStatusCode.LLM_ALREADY_LINK
@@ -601,6 +603,8 @@ class Engine:
             else:
                 await self._dd.link(info, timeout=seconds)
                 self._linked_to_self |= peer.cluster_id == self.config.cluster_id
+            if (link := self._dd.links.get(peer.cluster_id)) is not None:
+                self._linked_at[peer.cluster_id] = link.epoch, f"{where[0][0]}:{where[0][1]}"
         except LLMException as why:
             log.error("cluster %d cannot be linked: %s", peer.cluster_id, why)
             return why.status_code
@@ -624,17 +628,26 @@ class Engine:
             log.info("cluster %d did not answer: %s", cluster_id, why)
         return self._dd.links.get(cluster_id) is link
 
-    def _check_same_peer(self, cluster_id: int, where: tuple[str, int]) -> None:
+    async def _check_same_peer(self, cluster_id: int, where: tuple[str, int], seconds: float) -> None:
         """Refuse to take a link for one to somebody else: two nodes with one cluster id."""
-        link = self._dd.links.get(cluster_id)
-        listens = link.peer_listens_at if link is not None else ()
-        # By ports: a peer has more addresses than it names.
-        if listens and str(where[1]) not in {address.rpartition(":")[2] for address in listens}:
-            raise LinkError(
-                f"cluster id {cluster_id} is that of a live node that is linked already and listens at "
-                f"{', '.join(listens)}, not at {where[0]}:{where[1]}",
-                hint="give every node a cluster id of its own",
-            )
+        link, address = self._dd.links.get(cluster_id), f"{where[0]}:{where[1]}"
+        if link is None or address in link.peer_listens_at or self._linked_at.get(cluster_id) == (link.epoch, address):
+            return
+        # A peer has more addresses than it names, so that whoever is there is asked by another node of this id: the
+        # peer refuses it because it is linked, and somebody else takes it.
+        async with DataDist(self.config.cluster_id, config=self._config) as aside:
+            try:
+                await aside.link(ClusterInfo(cluster_id, where), timeout=min(seconds, _PROBE_SECONDS))
+            except HandshakeError:
+                raise
+            except LinkError as why:
+                log.info("nobody but cluster %d, which is linked, may be at %s: %s", cluster_id, address, why)
+                return
+            aside.abort()
+        raise LinkError(
+            f"cluster id {cluster_id} is that of a live node that is linked already, and of another one at {address}",
+            hint="give every node a cluster id of its own",
+        )
 
     async def _unlink(self, cluster_id: int, seconds: float, force: bool) -> LLMStatusCode:
         until = time.monotonic() + seconds
