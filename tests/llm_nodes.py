@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from aiodatadist.llm_datadist import (
     BlocksCacheKey,
@@ -131,3 +133,33 @@ class Memory:
 
 def status_of(error: BaseException) -> LLMStatusCode | None:
     return error.status_code if isinstance(error, LLMException) else None
+
+
+@contextlib.contextmanager
+def fails(status: LLMStatusCode, match: str | None = None) -> Iterator[None]:
+    with pytest.raises(LLMException, match=match) as why:
+        yield
+    assert why.value.status_code is status, str(why.value)
+
+
+class Waiter:
+    """A thread that waits in a call, and what came of it."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.outcome: Any = None
+        self._call = call
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.outcome = self._call()
+        except LLMException as why:
+            self.outcome = why.status_code
+        except BaseException as why:
+            self.outcome = why
+
+    def join(self) -> Any:
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+        return self.outcome

@@ -25,6 +25,7 @@ from aiodatadist.llm_datadist import (
     LLMStatusCode,
     MemInfo,
     Memtype,
+    _engine,
 )
 
 from .llm_nodes import (
@@ -408,6 +409,21 @@ def test_unlinking_a_peer_that_does_not_answer() -> None:
             decoder.cache_manager.pull_blocks(BlocksCacheKey(PROMPT), mine.cache, [0], [0])
         assert why.value.status_code is NOT_LINKED
         assert unlink(decoder, PROMPT, force=True) is SUCCESS
+
+
+def test_memory_that_a_stopped_peer_may_touch_is_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_engine, "_QUIET_SECONDS", 0.05)
+    with reserved_address() as address, node(DECODER) as decoder, prompt_process(address, 1) as process:
+        mine = Memory(decoder)
+        assert link(decoder, PROMPT, address) is SUCCESS
+        process.send_signal(signal.SIGSTOP)
+        for _ in range(2):
+            with pytest.raises(LLMException, match="may still be touched"):
+                decoder.cache_manager.unregister_cache(mine.cache.cache_id)
+        process.send_signal(signal.SIGCONT)
+        monkeypatch.setattr(_engine, "_QUIET_SECONDS", 60.0)
+        for _ in range(2):  # the second time it is unknown
+            decoder.cache_manager.unregister_cache(mine.cache.cache_id)
 
 
 def test_closing_a_node_ends_its_links() -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -44,7 +41,9 @@ from .llm_nodes import (
     PROMPT,
     SUCCESS,
     Memory,
+    Waiter,
     cluster,
+    fails,
     linked_ids,
     node,
     options,
@@ -60,13 +59,6 @@ TIMEOUT = LLMStatusCode.LLM_TIMEOUT
 MISSING = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 NOT_LINKED = LLMStatusCode.LLM_NOT_YET_LINK
 DEVICE_WARNING = "Placement.DEVICE means host memory"
-
-
-@contextlib.contextmanager
-def fails(status: LLMStatusCode, match: str | None = None) -> Iterator[None]:
-    with pytest.raises(LLMException, match=match) as why:
-        yield
-    assert why.value.status_code is status, str(why.value)
 
 
 def equal(some: list[np.ndarray], others: list[np.ndarray], of: Any, to: Any) -> bool:
@@ -542,29 +534,6 @@ def test_a_call_wakes_the_loop_once_and_is_woken_once() -> None:
         del held
 
 
-class Waiter:
-    """A thread that waits in a call, and what came of it."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self.outcome: Any = None
-        self._call = call
-        self.thread = threading.Thread(target=self._run)
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.outcome = self._call()
-        except LLMException as why:
-            self.outcome = why.status_code
-        except BaseException as why:
-            self.outcome = why
-
-    def join(self) -> Any:
-        self.thread.join(60)
-        assert not self.thread.is_alive()
-        return self.outcome
-
-
 class Endless:
     """A pull of a TiB, from a prompt to a decoder."""
 
@@ -677,52 +646,6 @@ def test_closing_ends_what_other_threads_wait_for(monkeypatch: pytest.MonkeyPatc
             decoder.link_clusters([])
         with fails(LLMStatusCode.LLM_ENGINE_FINALIZED):
             endless.pull()  # by a manager that somebody kept
-
-
-def test_a_forked_child_is_refused() -> None:
-    with pair() as (prompt, decoder):
-        held, mine = Memory(prompt), Memory(decoder, seed=2)
-        manager = decoder.cache_manager
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads and fork
-            child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                manager.pull_blocks(KEY, mine.cache, [0], [0])
-            except LLMException as why:
-                decoder.finalize()
-                code = 0 if "forked" in str(why) else 2
-            finally:
-                os._exit(code)
-        assert os.waitpid(child, 0)[1] == 0
-        manager.pull_blocks(KEY, mine.cache, [0], [0])
-        del held
-
-
-def test_a_script_that_ends_without_finalizing() -> None:
-    """Also while another thread waits for a peer that says nothing."""
-    script = """
-import socket, threading
-import aiodatadist
-aiodatadist.install_as_llm_datadist()
-from llm_datadist import LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole
-config = LLMConfig()
-config.enable_cache_manager = True
-node = LLMDataDist(LLMRole.DECODER, 1)
-node.init(config.generate_options())
-silent = socket.create_server(("127.0.0.1", 0))
-info = LLMClusterInfo()
-info.remote_cluster_id = 2
-info.append_local_ip_info("127.0.0.1", 0)
-info.append_remote_ip_info("127.0.0.1", silent.getsockname()[1])
-threading.Thread(target=node.link_clusters, args=([info], 600_000), daemon=True).start()
-kept = silent.accept()
-print("done", flush=True)
-"""
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
-    assert (ended.returncode, "done" in ended.stdout) == (0, True), ended.stderr
-    assert "Traceback" not in ended.stderr
 
 
 # The native module. -----------------------------------------------------------------------------------------

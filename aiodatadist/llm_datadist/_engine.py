@@ -139,6 +139,7 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self._held: dict[int, _Held] = {}
+        self._leaving: dict[int, Cache] = {}  # unregistered, and perhaps not quiet yet
         self._moving: dict[int, set[Transfer[None]]] = {}  # by peer; touched by the loop's thread only
         self._layerwise: set[asyncio.Task[None]] = set()  # likewise
         self._pools: dict[bool, MemoryPool] = {}  # by whether it is the device's
@@ -146,6 +147,7 @@ class Engine:
         self._dd: DataDist
         self._communicators: Communicators
         self._aside: DataDist | None = None
+        self._opening_aside = asyncio.Lock()
         self._counted: CountedLinks | None = None  # with the backend hixl
         self._linked_at: dict[int, tuple[int, str]] = {}  # epoch of a peer's last link that was made here, and where
         self._linked_to_self = False  # of which the node's links say nothing
@@ -187,6 +189,7 @@ class Engine:
             raise llm_error("finalize", why) from why
         finally:
             self._held.clear()
+            self._leaving.clear()
             self._pools.clear()
 
     async def _close(self) -> None:
@@ -289,17 +292,28 @@ class Engine:
             # Code that only counts caches registers numbers that are no memory; they get an id that moves nothing.
             missing = why
             cache = caches.register_blocks_cache([np.zeros((1, 1), np.uint8)], remote=None)
-        await cache.ready()
+        await self._until_ready(cache)
         held = self._held[cache.id] = _Held(cache, reachable, missing=missing)
         return held
+
+    async def _until_ready(self, cache: Cache) -> None:
+        """Wait until a cache is registered; one that its caller never hears of is taken back."""
+        try:
+            await cache.ready()
+        except BaseException:
+            await self._dd.cache_manager.unregister_cache(cache, timeout=_QUIET_SECONDS)
+            raise
 
     def unregister(self, cache_id: int) -> None:
         """Take a cache back, and wait until no peer can touch its memory. An unknown id is no error."""
 
         async def take_back() -> None:
-            held = self._held.pop(cache_id, None)
-            if held is not None:
-                await self._dd.cache_manager.unregister_cache(held.cache, timeout=_QUIET_SECONDS)
+            if (held := self._held.pop(cache_id, None)) is not None:
+                self._leaving[cache_id] = held.cache
+            # Whoever asks again, because this was interrupted or took too long, waits again.
+            if (cache := self._leaving.get(cache_id)) is not None:
+                await self._dd.cache_manager.unregister_cache(cache, timeout=_QUIET_SECONDS)
+                self._leaving.pop(cache_id, None)
 
         self.run("unregister_cache", take_back)
 
@@ -342,7 +356,7 @@ class Engine:
             else:
                 cache = caches.allocate_cache(desc, keys=keys, pool=pool)
             addresses = [int(tensor.ctypes.data) for tensor in cache.tensors]
-            await cache.ready()
+            await self._until_ready(cache)
             self._held[cache.id] = _Held(cache, reachable=True, allocated=True)
             return cache.id, addresses
 
@@ -360,10 +374,10 @@ class Engine:
             if at_once:
                 await caches.unregister_cache(held.cache, timeout=_QUIET_SECONDS)
                 return
-            kept = bool(held.cache.keys)
-            end = caches.deallocate_cache(held.cache)
-            if not kept:
-                await end
+            if held.cache.keys:
+                _ = caches.deallocate_cache(held.cache)
+            else:
+                await caches.deallocate_cache(held.cache, timeout=_QUIET_SECONDS)
 
         self.run("deallocate_cache", give_back)
 
@@ -521,8 +535,9 @@ class Engine:
         self.run("swap_blocks", copy)
 
     async def _own_node(self) -> DataDist:
-        if self._aside is None:
-            self._aside = await DataDist(self.config.cluster_id, config=self._config).open()
+        async with self._opening_aside:
+            if self._aside is None:
+                self._aside = await DataDist(self.config.cluster_id, config=self._config).open()
         return self._aside
 
     def _usable(self, call: str, cache_id: int, *, remotely: bool) -> Cache:

@@ -6,9 +6,11 @@ import asyncio
 import os
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from anyio.from_thread import start_blocking_portal
+import anyio
+from anyio.from_thread import BlockingPortal
 
 from ..errors import ClosedError, ForkedError
 
@@ -26,8 +28,12 @@ class Portal:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._scope = start_blocking_portal()
-        self._portal = self._scope.__enter__()
+        # Not anyio's own starter: what it returns stops the loop when it is collected, and in a forked child, which has
+        # no such thread, it would wait for that forever.
+        started: Future[BlockingPortal] = Future()
+        self._thread = threading.Thread(target=_serve, args=(started,), name="llm-datadist-loop", daemon=True)
+        self._thread.start()
+        self._portal = started.result()
         self._loop: asyncio.AbstractEventLoop = self._portal.call(asyncio.get_running_loop)
         # Held while a call is handed over, never while one waits: what was handed over before `close` is seen by it.
         self._gate = threading.Lock()
@@ -86,8 +92,10 @@ class Portal:
 
     def soon(self, callback: Callable[[], object]) -> None:
         """Have a function called in the loop's thread, without waiting. Nothing where the portal is closed."""
+        if os.getpid() != self._pid:
+            return
         with self._gate:
-            if not self._closed and os.getpid() == self._pid:
+            if not self._closed:
                 self._loop.call_soon_threadsafe(callback)
 
     def close(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
@@ -98,9 +106,11 @@ class Portal:
         last : callable, optional
             Ends what makes calls end. The loop is stopped also if it fails.
         """
+        if os.getpid() != self._pid:
+            return  # another thread of the parent may have held the gate when this process was forked
         with self._gate:
             closed, self._closed = self._closed, True
-        if closed or os.getpid() != self._pid:
+        if closed:
             return
 
         async def end() -> None:
@@ -114,7 +124,24 @@ class Portal:
         try:
             self._portal.call(end)
         finally:
-            self._scope.__exit__(None, None, None)
+            self._portal.call(self._portal.stop)
+            self._thread.join()
+
+
+def _serve(started: Future[BlockingPortal]) -> None:
+    """Run a loop until its portal is stopped."""
+
+    async def serve() -> None:
+        async with BlockingPortal() as portal:
+            started.set_result(portal)
+            await portal.sleep_until_stopped()
+
+    try:
+        anyio.run(serve)
+    except BaseException as why:
+        if started.done():
+            raise
+        started.set_exception(why)
 
 
 class _Call(Generic[T]):

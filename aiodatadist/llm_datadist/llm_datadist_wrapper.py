@@ -323,7 +323,7 @@ def transfer_cache_v2(task: object, config: tuple[Any, ...], blocks: tuple[Any, 
         over.set()
 
     def push(engine: Engine) -> None:
-        engine.start_layerwise(
+        tasks = engine.start_layerwise(
             cache_id,
             [
                 lambda caches, cache: caches.transfer_cache_async(
@@ -332,7 +332,12 @@ def transfer_cache_v2(task: object, config: tuple[Any, ...], blocks: tuple[Any, 
             ],
             tell,
         )
-        over.wait()
+        try:
+            over.wait()
+        except BaseException:  # KeyboardInterrupt
+            engine.cancel(tasks)
+            over.wait()
+            raise
         (why,) = ended
         if why is not None:
             raise llm_error("transfer_cache_v2", why) if isinstance(why, DataDistError) else why

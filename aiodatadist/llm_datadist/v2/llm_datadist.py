@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
@@ -22,6 +23,9 @@ _CACHE_MANAGER = "llm.EnableCacheManager"
 _REMOTE_ACCESSIBLE = "llm.EnableRemoteCacheAccessible"
 _LISTEN = "llm.listenIpInfo"
 _FLOW_GRAPH_MEMORY = "ge.flowGraphMemMaxSize"
+
+# Two threads that open at once: the second one sees what the first one has made.
+_opening: Final = threading.Lock()
 
 ROLE_NAMES: Final = {LLMRole.PROMPT: "Prompt", LLMRole.DECODER: "Decoder", LLMRole.MIX: "Mix"}
 
@@ -79,6 +83,10 @@ class LLMDataDist:
         TypeError, ValueError
             The options are no dict, or a port is no number.
         """
+        with _opening:
+            self._init(options)
+
+    def _init(self, options: dict[str, str]) -> None:
         if self._is_initialized:
             return
         raise_if_false(
