@@ -518,7 +518,7 @@ HIXL = {"transfer_backend": "hixl"}
         (options("[::1]:26000"), INVALID, ""),
         (options("127.0.0.1:x"), ValueError, ""),
         (options("127.0.0.1:70000"), INVALID, ""),
-        (options("192.0.2.1:26000"), LLMStatusCode.LLM_FAILED, "192.0.2.1"),
+        (options("203.0.113.7:26000"), LLMStatusCode.LLM_FAILED, "203.0.113.7"),
         (options(device_id=[0, 1]), INVALID, "deviceId"),
         (options("127.0.0.1:1", transfer_backend=""), INVALID, "hixl"),
         (options("127.0.0.1:1", rdma_traffic_class=133, **HIXL), INVALID, "TrafficClass"),

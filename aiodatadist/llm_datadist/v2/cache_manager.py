@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ... import ArgumentError, DataDistError, LayerGate, Link, TransferTask
 from ... import BlocksCacheKey as NativeBlocksCacheKey
 from ... import Cache as NativeCache
 from ... import CacheKey as NativeCacheKey
 from ... import CacheKeyByIdAndIndex as NativeCacheKeyByIdAndIndex
 from ... import CacheManager as NativeCacheManager
+from ... import DataDistError, LayerGate, TransferTask
 from ... import TransferConfig as NativeTransferConfig
 from ... import TransferWithCacheKeyConfig as NativeTransferWithCacheKeyConfig
 from .._engine import Engine, Key, Tensors
@@ -25,6 +24,7 @@ from ..utils.utils import (
     check_uint32,
     check_uint64,
 )
+from .layers import check_block_bytes, layers_of, pulled_layers, pushed_layers
 from .llm_types import (
     INVALID_ID,
     BlocksCacheKey,
@@ -39,7 +39,7 @@ from .llm_types import (
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
-from .llm_utils import Begin, CacheTask, check_layer_range
+from .llm_utils import Begin, CacheTask
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -448,7 +448,7 @@ class CacheManager:
         raise_if_false(size == -1 or size > 0, "size={} must be -1 or above 0", size)
         raise_if_true(cache.is_blocks_cache, "pull_cache is for caches of batch slots; use pull_blocks")
         key = self._native_slot(cache_key)
-        layers = _pulled_layers("pull_cache", kwargs)
+        layers = pulled_layers("pull_cache", kwargs)
         nbytes = size if size != -1 else self._engine.slot_bytes(cache.cache_id)
         self._engine.transfer(
             "pull_cache",
@@ -505,7 +505,7 @@ class CacheManager:
         else:
             raise_if_true(len(src_blocks) > 0, "src_blocks needs a BlocksCacheKey")
             key = self._native_slot(src_cache_key)
-        layers = _pulled_layers("pull_blocks", kwargs)
+        layers = pulled_layers("pull_blocks", kwargs)
         _check_not_negative("src_blocks", src_blocks)
         _check_not_negative("dst_blocks", dst_blocks)
         self._engine.transfer(
@@ -555,7 +555,7 @@ class CacheManager:
         check_int64("size", size)
         raise_if_false(size == -1, "size={} must be -1", size)
         raise_if_true(src_cache.is_blocks_cache, "push_cache is for caches of batch slots; use push_blocks")
-        layers = _pushed_layers(src_cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
+        layers = pushed_layers(src_cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
         if layers is None:
             return
         key = self._native_slot(dst_cache_key)
@@ -604,7 +604,7 @@ class CacheManager:
         check_isinstance("dst_blocks", dst_blocks, (list, tuple), int)
         raise_if_false(src_cache.is_blocks_cache, "push_blocks is for blocks caches; use push_cache")
         raise_if_false(len(dst_blocks) > 0, "dst_blocks is empty")
-        layers = _pushed_layers(src_cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
+        layers = pushed_layers(src_cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
         key = _blocks_key(dst_cache_key.cluster_id, dst_cache_key.model_id)
         _check_not_negative("src_blocks", src_blocks)
         _check_not_negative("dst_blocks", dst_blocks)
@@ -681,7 +681,7 @@ class CacheManager:
         raise_if_true(targets is None and dst_block_memory_size, "dst_block_memory_size needs dst_block_indices")
         num_tensors = src_cache.cache_desc.num_tensors
         raise_if_false(num_tensors % 2 == 0, "{} tensors are no whole layers of 2", num_tensors)
-        ranges = [_layers_of(config, num_tensors // 2, sources is not None) for config in transfer_configs]
+        ranges = [layers_of(config, num_tensors // 2, sources is not None) for config in transfer_configs]
         task = CacheTask(
             self._engine,
             src_cache.cache_id,
@@ -719,7 +719,7 @@ class CacheManager:
         def begin(caches: NativeCacheManager, cache: NativeCache, gate: LayerGate) -> TransferTask:
             if block_bytes:
                 here = cache.geometry.block_bytes if sources is not None else None
-                _check_block_bytes(block_bytes, here, self._engine.node.links.get(cluster_id), target)
+                check_block_bytes(block_bytes, here, self._engine.node.links.get(cluster_id), target)
             return caches.transfer_cache_async(cache, gate, [target], sources, targets, timeout=None)
 
         return begin
@@ -789,93 +789,3 @@ def _tensors(desc: CacheDesc) -> Tensors:
 def _check_not_negative(name: str, blocks: Sequence[int]) -> None:
     if len(blocks) > 0 and min(blocks) < 0:
         raise TypeError(f"{name} has the negative index {min(blocks)}")
-
-
-def _layers_of(config: TransferConfig | TransferWithCacheKeyConfig, num_layers: int, by_blocks: bool) -> range:
-    """Check a config against the source, and return its layers of it."""
-    layers = range(num_layers) if config.src_layer_range is None else config.src_layer_range
-    raise_if_true(by_blocks and config.src_batch_index != 0, "src_batch_index must be 0 with src_block_indices")
-    raise_if_false(layers.stop <= num_layers, "src_layer_range={} exceeds {} layers", layers, num_layers)
-    if isinstance(config, TransferConfig):
-        raise_if_false(
-            len(config.dst_addrs) == 2 * len(layers), "{} dst_addrs for {} layers", len(config.dst_addrs), len(layers)
-        )
-    else:
-        there = config.dst_layer_range
-        raise_if_false(
-            there is None or len(there) == len(layers),
-            "src_layer_range={} and dst_layer_range={} differ in length", layers, there,
-        )  # fmt: skip
-    return layers
-
-
-def _check_block_bytes(
-    given: int,
-    here: int | None,
-    link: Link | None,
-    target: NativeTransferConfig | NativeTransferWithCacheKeyConfig,
-) -> None:
-    """Refuse a size of the peer's blocks that is not theirs: the bytes would go elsewhere than was meant."""
-    there = here
-    for entry in link.table.values() if link is not None else ():
-        geometry = entry.geometry
-        if isinstance(target, NativeTransferConfig):
-            extent = geometry.stride * geometry.num_blocks
-            found = any(0 <= target.dst_addrs[0] - int(start) < extent for start in entry.addresses)
-        else:
-            key = target.cache_key
-            found = key in (entry.key, (key.cluster_id, entry.cache_id, 0))
-        if found:
-            there = geometry.block_bytes
-            break
-    if there not in (None, given) or here not in (None, given):
-        raise ArgumentError(f"dst_block_memory_size={given}, and blocks have {there} bytes there and {here} here")
-
-
-def _pulled_layers(call: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Check what a pull may be given by keyword, and return what aiodatadist takes."""
-    if not kwargs:
-        return {}
-    source, destination = kwargs.pop("src_layer_range", None), kwargs.pop("dst_layer_range", None)
-    per_layer = kwargs.pop("tensor_num_per_layer", 2)
-    if kwargs:
-        warnings.warn(f"{call} has no parameters {', '.join(kwargs)}; they are ignored", UserWarning, stacklevel=3)
-    check_uint32("tensor_num_per_layer", per_layer)
-    raise_if_false(per_layer > 0, "tensor_num_per_layer must be above 0")
-    return {
-        "src_layer_range": _pulled_range("src_layer_range", source),
-        "dst_layer_range": _pulled_range("dst_layer_range", destination),
-        "tensor_num_per_layer": per_layer,
-    }
-
-
-def _pulled_range(name: str, layers: range | None) -> range | None:
-    check_isinstance(name, layers, range)
-    if layers is None:
-        return None
-    raise_if_false(layers.step == 1, "{}={} must have step 1", name, layers)
-    raise_if_false(layers.start >= 0, "{}={} must not be negative", name, layers)
-    if not layers:
-        return None
-    check_uint32(f"{name}.start", layers.start)
-    check_uint32(f"{name}.stop", layers.stop)
-    return layers
-
-
-def _pushed_layers(
-    cache: Cache, source: range | None, destination: range | None, per_layer: int
-) -> dict[str, Any] | None:
-    """Check the layers of a push, and return what aiodatadist takes; None where there are none."""
-    check_uint32("tensor_num_per_layer", per_layer)
-    raise_if_false(per_layer > 0, "tensor_num_per_layer must be above 0")
-    check_layer_range("src_layer_range", source)
-    check_layer_range("dst_layer_range", destination)
-    every = range(cache.cache_desc.num_tensors // per_layer)
-    source, destination = every if source is None else source, every if destination is None else destination
-    raise_if_false(
-        len(source) == len(destination),
-        "src_layer_range has {} layers and dst_layer_range {}", len(source), len(destination),
-    )  # fmt: skip
-    if not source:
-        return None
-    return {"src_layer_range": source, "dst_layer_range": destination, "tensor_num_per_layer": per_layer}
