@@ -167,6 +167,8 @@ ROWS: list[Row] = [
             ("addrs of text", lambda register: register(DESC, ["1", "2"]), TypeError),
             ("addrs None", lambda register: register(DESC, None), (TypeError, AttributeError)),
             ("desc None", lambda register: register(None, [1, 2]), (TypeError, AttributeError)),
+            ("type None", lambda register: register(CacheDesc(2, [4, 8], BAD), [1, 2]), AttributeError),
+            ("placement None", lambda register: register(_desc(placement=BAD), [1, 2]), AttributeError),
             ("no addrs", lambda register: register(DESC, []), INVALID),
             ("too few addrs", lambda register: register(DESC, [4096]), INVALID),
             ("address 0", lambda register: register(DESC, [4096, 0]), INVALID),
@@ -193,6 +195,7 @@ ROWS: list[Row] = [
     # Allocating.
     ("allocate: desc of int", lambda s: s.caches.allocate_cache(1), TypeError),
     ("allocate: keys of text", lambda s: s.caches.allocate_cache(DESC, ["x"]), TypeError),
+    ("allocate: type None", lambda s: s.caches.allocate_cache(CacheDesc(2, [4, 8], BAD)), AttributeError),
     ("allocate: no tensors", lambda s: s.caches.allocate_cache(_desc(num_tensors=0)), INVALID),
     ("allocate: no pool", lambda s: s.plain.allocate_cache(DESC), INVALID),
     (
@@ -395,12 +398,13 @@ ROWS: list[Row] = [
     ("remap: address 0", lambda s: s.caches.remap_registered_memory(MemInfo(Memtype.MEM_TYPE_DEVICE, 0, 1)), INVALID),
     ("remap: size -1", lambda s: s.caches.remap_registered_memory(MemInfo(Memtype.MEM_TYPE_DEVICE, 1, -1)), INVALID),
     ("remap: not linked", lambda s: s.plain.remap_registered_memory([]), NOT_LINKED),
+    ("size: type None", lambda s: CacheDesc(2, [4, 8], BAD).size, AttributeError),
     ("check key", lambda s: CacheManager.check_cache_key(CacheKey(1, NONE)), INVALID),
 ]
 
 
-def _desc(num_tensors: int = 2, shape: Any = (4, 8)) -> CacheDesc:
-    return CacheDesc(num_tensors, shape, DataType.DT_UINT8)
+def _desc(num_tensors: int = 2, shape: Any = (4, 8), placement: Placement = Placement.DEVICE) -> CacheDesc:
+    return CacheDesc(num_tensors, shape, DataType.DT_UINT8, placement)
 
 
 def _unknown(is_blocks: bool) -> Cache:

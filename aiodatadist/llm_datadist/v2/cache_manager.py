@@ -14,6 +14,7 @@ from ... import DataDistError, LayerGate, TransferTask
 from ... import TransferConfig as NativeTransferConfig
 from ... import TransferWithCacheKeyConfig as NativeTransferWithCacheKeyConfig
 from .._engine import Engine, Key, Tensors
+from ..data_type import DataType
 from ..status import LLMStatusCode, raise_if_false, raise_if_true
 from ..utils.utils import (
     check_dict,
@@ -159,7 +160,7 @@ class CacheManager:
         for address in addrs:
             if not 0 <= address < 2**64:
                 raise TypeError(f"address {address} does not fit into 64 bits")
-        device = desc.placement == Placement.DEVICE
+        device = desc.placement.value == Placement.DEVICE  # a placement of None is found out here
         reachable = remote_accessible
         if reachable is None:
             reachable = device and not self._call_linked
@@ -237,7 +238,7 @@ class CacheManager:
 
     def _allocate(self, desc: CacheDesc, is_blocks: bool, **keys: Any) -> Cache:
         raise_if_false(desc.num_tensors > 0, "num_tensors must be above 0")
-        device = desc.placement == Placement.DEVICE
+        device = desc.placement.value == Placement.DEVICE
         raise_if_false(
             self._engine.has_pool(device),
             "there is no pool of {} memory; give {}",
@@ -783,7 +784,8 @@ def _blocks_key(cluster_id: int, model_id: int) -> NativeBlocksCacheKey:
 
 
 def _tensors(desc: CacheDesc) -> Tensors:
-    return Tensors(desc.num_tensors, tuple(desc.shape), desc.data_type)
+    # A data_type of None is found out here.
+    return Tensors(desc.num_tensors, tuple(desc.shape), DataType(desc.data_type.value))
 
 
 def _check_not_negative(name: str, blocks: Sequence[int]) -> None:

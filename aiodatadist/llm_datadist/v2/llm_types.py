@@ -197,7 +197,7 @@ class CacheDesc:
             A dimension is negative, or the bytes exceed 64 bits. Its status is ``LLM_SUCCESS``, as in the original.
         """
         if self._size is None:
-            size = calc_tensor_size(self._shape, self._data_type)
+            size = calc_tensor_size(self._shape, DataType(self._data_type.value))  # None is found out here
             if size < 0:
                 raise LLMException(f"a tensor of shape {self._shape} and {self._data_type} has no size in 64 bits")
             self._size = size
@@ -210,8 +210,6 @@ class CacheDesc:
 
 
 # Keys. ------------------------------------------------------------------------------------------------------
-
-_MISSING: Final = object()
 
 
 def _named(kind: str, names: tuple[str, ...], args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:

@@ -76,7 +76,7 @@ class CacheTask:
         """Take the outcome of a config; called in the loop's thread."""
         self._results[index] = self._status(error)
         if error is not None:
-            log.error("config %d of a layer-wise transfer failed: %s", index, error)
+            log.error("config %d of a layer-wise transfer failed: %s", index, error if str(error) else repr(error))
         self._running -= 1
         if self._running == 0:
             self._over.set()
