@@ -271,6 +271,7 @@ class CacheManager(CacheRegistry):
             pair = None
         if (
             pair is not None
+            and type(src_key) is not tuple
             and src_blocks is not None
             and dst_blocks is not None
             and dst_batch_index is None
@@ -345,6 +346,7 @@ class CacheManager(CacheRegistry):
             pair = None
         if (
             pair is not None
+            and type(dst_key) is not tuple
             and src_blocks is not None
             and dst_blocks is not None
             and src_batch_index is None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from . import _core
 from ._sides import Blocks, Named, check_access, check_reachable, layer_range, resolve
@@ -86,6 +86,7 @@ class TransferWithCacheKeyConfig:
 
 
 Config = TransferConfig | TransferWithCacheKeyConfig
+E = TypeVar("E", bound=Exception)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +215,7 @@ class _Target(Transfer[None]):
         self._failures = source.gate.failures
         self._started = measured_time(self.get_loop())
         self._parts_left = self._works = len(works)
-        failure: DataDistError | None = None
+        failure: Exception | None = None
         for work in works:
             part = _Part(self)
             if failure is None:
@@ -225,7 +226,7 @@ class _Target(Transfer[None]):
                     )  # fmt: skip
                     self._parts.append(part)
                     continue
-                except DataDistError as why:
+                except Exception as why:  # whatever it is, the parts that run must end before this target does
                     failure = _bare(why)
             self._parts_left -= 1
         if failure is not None:
@@ -678,7 +679,7 @@ class Starter:
                     else self._by_key(manager, link, target.config, target._layers)
                 )
                 target.begin(works, source, left)
-            except DataDistError as why:
+            except Exception as why:  # whatever it is, the other targets go on, and the task ends
                 target._told(_bare(why))
         source.begun()
 
@@ -786,7 +787,7 @@ class Starter:
         return found
 
 
-def _bare(error: DataDistError) -> DataDistError:
+def _bare(error: E) -> E:
     """Take the frames from an error that a result keeps: they hold the caller's, and so a gate that he drops."""
     error.__context__ = None
     return error.with_traceback(None)

@@ -100,6 +100,46 @@ async def test_inline_budget_of_zero_gives_a_turn_each() -> None:
         assert turns >= 200
 
 
+@pytest.mark.loop
+@pytest.mark.parametrize("opcode", ["pull", "push"])
+async def test_what_is_told_a_turn_later_ends_as_any_other(opcode: str) -> None:
+    """The bytes are there, and the future not yet done: it may be cancelled, or ended by somebody else, as ever."""
+    async with linked("shm", user={"inline_budget": 0.0}, owner={"inline_budget": 0.0}) as pair:
+        await offer(pair, "library", 16, 4096)
+        cache = await pair.take(pattern(1, (16, 4096), tensors=1))
+        manager = pair.user.cache_manager
+        start = manager.pull_blocks if opcode == "pull" else manager.push_blocks
+        counters = pair.link._counters
+        for notify in (None, None, b"the long way"):  # the first makes what the second finds
+            before = dict(counters)
+            told: list[Any] = []
+            transfers = [start(KEY, cache, [1], [2], notify=notify) for _ in range(5)]
+            ended, cancelled, waited, set_early, dropped = transfers
+            assert not any(transfer.done() for transfer in transfers)
+            assert [transfer.progress for transfer in transfers] == [(0, 4096)] * 5
+            assert counters.pending == 5
+            ended.add_done_callback(told.append)
+            waiting = asyncio.create_task(waited.wait())
+            assert cancelled.cancel("first")
+            assert cancelled.cancel("second")
+            assert cancelled.cancelling()
+            assert not cancelled.done()
+            set_early.set_result(None)
+            assert not set_early.cancel()
+            del transfers, dropped
+            await asyncio.wait([ended, cancelled, waiting])
+            assert told == [ended]
+            with pytest.raises(asyncio.CancelledError) as raised:
+                cancelled.result()
+            assert raised.value.args == ("first",)
+            assert [one.progress for one in (ended, cancelled, waited, set_early)] == [(4096, 4096)] * 4
+            after = dict(counters)
+            gained = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+            assert gained == {"started": 5, "ok": 4, "cancelled": 1, f"bytes_{opcode}ed": 5 * 4096}
+            assert counters.latency.count == counters.ok
+            assert counters.pending == 0
+
+
 # --- an idle pair ------------------------------------------------------------------------------------
 
 

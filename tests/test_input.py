@@ -700,6 +700,15 @@ def refused_by_all(setting: Setting, kind: type[adt.DataDistError]) -> list[str]
     return wrong
 
 
+@pytest.mark.parametrize("opcode", ["pull", "push"])
+async def test_a_plain_tuple_is_no_key(setting: Setting, opcode: str) -> None:
+    for key in (KEY, adt.CacheKeyByIdAndIndex(OWNER, setting.theirs.id)):
+        for _ in range(2):  # before and after the short way knows the pair, whose keys equal tuples
+            with pytest.raises(adt.ArgumentTypeError, match="got tuple"):
+                setting.call(opcode, [0], [1], key=tuple(key))
+            await setting.call(opcode, [], [], key=key)
+
+
 @pytest.mark.loop
 async def test_foreign_thread_and_loop(setting: Setting) -> None:
     # With a transfer before: the short way of a known pair must notice it as well.

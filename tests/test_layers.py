@@ -25,7 +25,7 @@ from .engine_rig import Call, rig
 from .layer_pairs import LAYERS, WHOLE, both, landed, layers_there, part, push
 from .pairs import OWNER, USER, linked, pattern
 from .peers import ROOT
-from .waiting import native_threads, until
+from .waiting import PATIENCE, native_threads, until
 
 pytestmark = pytest.mark.loop
 
@@ -252,15 +252,59 @@ async def test_layers_that_never_come_end_by_the_deadline(transport: str) -> Non
         gate = adt.LayerGate(LAYERS)
         for layer in range(LAYERS - 1):
             gate.record(layer)
-        task = push(pair, here, gate, WHOLE, part(0, 1), timeout=0.2)
-        first, second = await task
-        assert isinstance(first.error, adt.TransferTimeout)
+        for seconds in (0.1, 1.0, 10.0):  # within which all that is recorded is to land, on a busy machine as well
+            task = push(pair, here, gate, WHOLE, part(0, 1), timeout=seconds)
+            first, second = await task
+            assert isinstance(first.error, adt.TransferTimeout)
+            if len(task._log) == LAYERS - 1 + 2:
+                break
         assert (first.error.peer, first.layers_done) == (OWNER, LAYERS - 1)
         assert (second.error, second.layers_done) == (None, 2)
         assert gate.waiting == 0
         gate.record(LAYERS - 1)
         await pair.owner.fence(USER)
         assert layers_there(here, there) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("where", ["before the engine", "at the engine"])
+async def test_an_error_of_any_kind_ends_its_target_alone(
+    where: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def submit_layers(self, *_: object) -> None:
+            raise MemoryError("no room for the tensors")
+
+    async with linked() as pair:
+        there = [await pair.offer(pattern(seed, (8, 512), tensors=LAYERS), key=None) for seed in (3, 4)]
+        here = pair.user.cache_manager.register_blocks_cache(pattern(2, (8, 512), tensors=2 * LAYERS))
+        if not late:
+            await here.ready()
+        manager, calls = pair.user.cache_manager, itertools.count()
+        real = manager._pair
+
+        def made(*arguments: Any) -> Any:
+            if next(calls) not in (1, 3):  # the second half of the first target, and the last one
+                return real(*arguments)
+            if where == "before the engine":
+                raise MemoryError("no room for the tensors")
+            return Broken()
+
+        monkeypatch.setattr(manager, "_pair", made)
+        gate = adt.LayerGate(LAYERS)
+        split = adt.TransferConfig(OWNER, [*there[0].addresses, *there[1].addresses])
+        half = adt.TransferConfig(OWNER, there[0].addresses, range(2))
+        task = push(pair, here, gate, split, half, half)
+        assert late == (here._native is None)
+        await here.ready()
+        for layer in range(LAYERS):
+            gate.record(layer)
+        results = await asyncio.wait_for(task, PATIENCE)
+        assert [type(one.error) for one in results] == [MemoryError, type(None), MemoryError]
+        assert results[1].layers_done == 2
+        assert gate.waiting == 0
+        assert pair.user.dump() == []
+        assert pair.link._counters.pending == 0
 
 
 async def test_a_gate_that_is_dropped_ends_who_waits() -> None:
