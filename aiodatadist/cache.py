@@ -271,7 +271,6 @@ class CacheManager(CacheRegistry):
             pair = None
         if (
             pair is not None
-            and type(src_key) is not tuple
             and src_blocks is not None
             and dst_blocks is not None
             and dst_batch_index is None
@@ -284,6 +283,7 @@ class CacheManager(CacheRegistry):
             and get_ident() == dd._thread_id
             and self._loop.is_running()
             and dst_cache._state == "ready"
+            and type(src_key) is not tuple  # which a key equals
         ):
             transfer: Transfer[None] | None = pair.pull(dst_cache, src_blocks, dst_blocks, timeout)
             if transfer is not None:
@@ -346,7 +346,6 @@ class CacheManager(CacheRegistry):
             pair = None
         if (
             pair is not None
-            and type(dst_key) is not tuple
             and src_blocks is not None
             and dst_blocks is not None
             and src_batch_index is None
@@ -359,6 +358,7 @@ class CacheManager(CacheRegistry):
             and get_ident() == dd._thread_id
             and self._loop.is_running()
             and src_cache._state == "ready"
+            and type(dst_key) is not tuple  # which a key equals
         ):
             transfer: Transfer[None] | None = pair.push(src_cache, src_blocks, dst_blocks, timeout)
             if transfer is not None:

@@ -598,7 +598,7 @@ async def test_sources_are_closed_with_their_transfers(kind: str, end: str) -> N
         for seconds in (0.1, 1.0, 10.0):  # within which a layer is to land, on a busy machine as well
             source, finish = pending(kind)
             task = push(pair, here, source, timeout=seconds if end == "deadline" else None)
-            await until(lambda: task._log or task.done())  # noqa: B023
+            await anext(task.layers(), None)
             if not task.done():
                 break
             finish()
