@@ -632,7 +632,6 @@ class Starter:
             self._end(error)
         elif cache._registered.done():
             self._over()
-            self._task._on_cancel = self._task._cancel_targets
             self.start()
 
     def _late(self) -> None:
@@ -649,6 +648,7 @@ class Starter:
             target._told(error)
 
     def _over(self) -> None:
+        self._task._on_cancel = self._task._cancel_targets  # what has ended, or begun, lets go of the cache
         self._waiting.remove(self._task)
         self._cache._late.pop(self, None)
         self._cache._registered.remove_done_callback(self._go_on)

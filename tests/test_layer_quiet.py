@@ -315,6 +315,13 @@ async def test_ends_before_the_cache_is_registered(end: str) -> None:
             assert all(isinstance(result.error, kinds) for result in task.result()), task.result()
         if closing is not None:
             await asyncio.wait((closing,))
+        if end in ("cancel", "scope", "group", "deadline"):
+            await manager.unregister_cache(here)
+        elif end != "unregister":
+            return
+        kept = weakref.ref(here)
+        del here, closing
+        await until(lambda: (gc.collect(), kept() is None)[1], "a task that is kept holds its cache")
 
 
 async def test_gates_are_inert_in_a_forked_child() -> None:
