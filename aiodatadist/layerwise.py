@@ -530,7 +530,10 @@ def _check_config(
         as_integer(config.dst_cluster_id, f"{name}.dst_cluster_id")
         cluster = int(config.dst_cluster_id)
         if isinstance(config.dst_addrs, (str, bytes, Mapping)) or not isinstance(config.dst_addrs, Sequence):
-            raise ArgumentTypeError(f"{name}.dst_addrs must be a sequence of addresses")
+            raise ArgumentTypeError(
+                f"{name}.dst_addrs must be a sequence of addresses, got {type(config.dst_addrs).__name__}",
+                hint="give a list or tuple, such as the peer's Cache.addresses",
+            )
         addresses = [
             as_integer(address, f"{name}.dst_addrs[{at}]", low=1) for at, address in enumerate(config.dst_addrs)
         ]

@@ -22,7 +22,7 @@ import pytest
 import aiodatadist as adt
 
 from .engine_rig import Call, rig
-from .layer_pairs import LAYERS, WHOLE, both, landed, layers_there, part, push
+from .layer_pairs import KEY, LAYERS, WHOLE, both, landed, layers_there, part, push
 from .pairs import OWNER, USER, linked, pattern
 from .peers import ROOT
 from .waiting import PATIENCE, native_threads, until
@@ -380,6 +380,73 @@ async def test_waiting_at_a_gate_holds_no_closing_up(end: str) -> None:
         assert result.layers_done == 1
         assert gate.waiting == 0
         gate.record(1)
+
+
+# Wrong calls. -----------------------------------------------------------------------------------------------
+
+# What differs from a good call, the error, and what it names.
+WRONG: list[tuple[dict[str, Any], type[adt.DataDistError], str]] = [
+    (
+        {"targets": WHOLE},
+        adt.ArgumentTypeError,
+        "a sequence of configs, got TransferWithCacheKeyConfig",
+    ),
+    ({"targets": {0: WHOLE}}, adt.ArgumentTypeError, "targets must be a sequence of configs, got dict"),
+    ({"targets": [WHOLE, 1]}, adt.ArgumentTypeError, r"targets\[1\] must be a TransferConfig or"),
+    ({"targets": [adt.TransferConfig(OWNER, [1, 2])]}, adt.ArgumentError, "2 addresses, and its 4 layers have 8"),
+    ({"targets": [adt.TransferConfig(OWNER, [0] * 8)]}, adt.ArgumentError, r"dst_addrs\[0\]=0 is outside"),
+    ({"targets": [adt.TransferConfig(OWNER, [1.5] * 8)]}, adt.ArgumentTypeError, r"dst_addrs\[0\] must be an integer"),
+    (
+        {"targets": [adt.TransferConfig(OWNER, np.ones(8, np.uint64))]},
+        adt.ArgumentTypeError,
+        "ndarray; give a list",
+    ),
+    ({"targets": [adt.TransferConfig(True, [1] * 8)]}, adt.ArgumentTypeError, "dst_cluster_id must be an integer"),
+    ({"targets": [adt.TransferConfig(USER, [1] * 8)]}, adt.ArgumentError, "cluster 2 is this DataDist itself"),
+    ({"targets": [adt.TransferConfig(OWNER, [1] * 8, None, 1)]}, adt.ArgumentError, "src_batch_index=1 names a batch"),
+    (
+        {"targets": [adt.TransferWithCacheKeyConfig(tuple(KEY))]},
+        adt.ArgumentTypeError,
+        "cache_key must be .* got tuple",
+    ),
+    ({"targets": [adt.TransferWithCacheKeyConfig(adt.CacheKey(OWNER, 1))]}, adt.ArgumentError, "omit dst_blocks"),
+    ({"targets": [adt.TransferWithCacheKeyConfig(adt.CacheKey(OWNER))]}, adt.ArgumentError, "neither req_id nor"),
+    ({"targets": [part(0, 4)]}, adt.ArgumentError, r"src_layer_range=range\(0, 5, 1\) exceeds the 4 layers"),
+    (
+        {"targets": [adt.TransferWithCacheKeyConfig(KEY, range(2), range(1))]},
+        adt.ArgumentError,
+        "2 source layers and 1 destination layers",
+    ),
+    ({"src_blocks": None, "dst_blocks": None}, adt.ArgumentError, "names no batch slot; give dst_blocks"),
+    ({"dst_blocks": None}, adt.ArgumentError, "src_blocks is given without dst_blocks"),
+    ({"dst_blocks": [1]}, adt.BlockIndexError, "src_blocks has 2 entries and dst_blocks has 1"),
+    ({"dst_blocks": [1, 1]}, adt.BlockIndexError, r"dst_blocks\[1\]=1 is named twice"),
+    ({"dst_blocks": [1, -1]}, adt.BlockIndexError, r"dst_blocks\[1\]=-1 is negative"),
+    ({"src_blocks": [0, 8]}, adt.BlockIndexError, r"src_blocks\[1\]=8 is outside the local cache's 0\.\.7"),
+    ({"src_blocks": [0, 1.0]}, adt.ArgumentTypeError, r"src_blocks\[1\]=1.0"),
+    ({"tensor_num_per_layer": 3}, adt.ArgumentError, "8 tensors, not a multiple of tensor_num_per_layer=3"),
+    ({"tensor_num_per_layer": 0}, adt.ArgumentError, "tensor_num_per_layer=0 is outside"),
+    ({"timeout": 0.0}, adt.ArgumentError, "timeout=0.0 is not a positive number"),
+    ({"timeout": "1"}, adt.ArgumentTypeError, "timeout must be seconds or None"),
+    ({"notify": "text"}, adt.ArgumentTypeError, "notify must be bytes, got str"),
+    ({"notify": bytes(1 << 20)}, adt.ArgumentError, "notify has 1048576 bytes, more than"),
+]
+
+
+async def test_wrong_calls_start_nothing() -> None:
+    async with linked() as pair:
+        here, there = await both(pair)
+        gate = adt.LayerGate(LAYERS)
+        for changed, error, said in WRONG:
+            options = {"targets": [WHOLE], "src_blocks": [1, 2], "dst_blocks": [3, 4], **changed}
+            with pytest.raises(error, match=said):
+                pair.user.cache_manager.transfer_cache_async(here, gate, **options)
+        for layer in range(LAYERS):
+            gate.record(layer)
+        assert gate.waiting == 0
+        assert (pair.link._counters.started, pair.user.dump()) == (0, [])
+        await pair.owner.fence(USER)
+        assert layers_there(here, there) == []
 
 
 # Many at once. ----------------------------------------------------------------------------------------------
