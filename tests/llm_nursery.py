@@ -1,7 +1,7 @@
 """Forks processes that run scripts by the drop-in's launcher, so that its imports, and torch's, are paid for once.
 
-Reads commands from stdin, one a line: a JSON list of the launcher's command lines, all to run at once. Answers with a
-line, too: a list of ``[exit status, stdout, stderr]``. Started by `test_llm_scripts`.
+Reads commands from stdin, one a line: a JSON list of the launcher's command lines, all to run at once; each may begin
+with variables of the environment, ``NAME=VALUE``. Answers with a line, too: a list of ``[exit status, stdout, stderr]``. Started by `test_llm_scripts`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -63,6 +64,9 @@ def main() -> None:
                 os.dup2(out.fileno(), 1)
                 os.dup2(err.fileno(), 2)
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                while arguments and (variable := re.fullmatch("([A-Z_]+)=(.*)", arguments[0])):
+                    os.environ[variable[1]] = variable[2]
+                    del arguments[0]
                 # Then the interpreter ends as after a script, with its exit handlers.
                 launcher.main(arguments)
                 return

@@ -140,7 +140,8 @@ def test_scripts_with_torch(script: str, torch_nursery: Nursery, addresses: list
 
 def test_members_on_two_hosts(nursery: Nursery, addresses: list[str]) -> None:
     more = ["--memory", "numpy", "--name", addresses[0], "--decoder_host", "127.0.0.2"]
-    pair = [command("link_by_rank_table.py", role, addresses, *more) for role in "pd"]
+    base_port = f"HCCL_IF_BASE_PORT={addresses[2].partition(':')[2]}"
+    pair = [[base_port, *command("link_by_rank_table.py", role, addresses, *more)] for role in "pd"]
     assert said(nursery.run(*pair)) == ["every block is right"] * 2
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import aiodatadist as adt
 from aiodatadist.llm_datadist import (
     BlocksCacheKey,
     Cache,
@@ -156,6 +157,38 @@ def test_what_was_registered_after_linking_is_seen() -> None:
             assert equal(theirs.tensors, mine.tensors, 1, 2)
             theirs = Memory(prompt, contiguous=True, seed=model)
             decoder.cache_manager.push_cache(CacheKeyByIdAndIndex(PROMPT, theirs.cache.cache_id, 4), slots(decoder), 3)
+
+
+def test_a_link_is_used_as_soon_as_its_maker_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other side may hear a moment later that the link is ready, and its user earlier."""
+    late, check_ready = [], adt.Link._check_ready
+    came = threading.Event()
+
+    def check_late(link: adt.Link) -> None:
+        if link.cluster_id == DECODER and not came.is_set():
+            late.append(link)
+        else:
+            check_ready(link)
+
+    monkeypatch.setattr(adt.Link, "_check_ready", check_late)
+    with reserved_address() as address, node(PROMPT, address) as prompt, node(DECODER) as decoder:
+        held, mine = Memory(prompt), Memory(decoder, seed=2)
+        assert decoder.link_clusters(cluster(PROMPT, address), 60_000)[0] is SUCCESS
+        assert linked_ids(prompt) == set()
+        key = BlocksCacheKey(DECODER)
+        waiters = [
+            Waiter(lambda: prompt.cache_manager.push_blocks(key, held.cache, [1], [2])),
+            Waiter(
+                lambda: prompt.cache_manager.transfer_cache_async(
+                    held.cache, Model(), [keyed(range(2), range(2), key)], [3], [4]
+                ).synchronize()
+            ),
+        ]
+        until_now(lambda: late and late[0]._owner._slots[DECODER].attempt is not None)
+        came.set()
+        late[0]._runtime.loop.call_soon_threadsafe(check_ready, late[0])
+        assert [waiter.join() for waiter in waiters] == [None, SUCCESS]
+        assert equal(held.tensors, mine.tensors, [1, 3], [2, 4])
 
 
 def slots(owner: LLMDataDist) -> Cache:

@@ -33,6 +33,7 @@ from .. import (
     LinkError,
     LinkTimeout,
     MemoryPool,
+    NotLinkedError,
     RegistrationError,
     Role,
     Transfer,
@@ -430,7 +431,7 @@ class Engine:
             try:
                 self._portal.run(begin)
                 return
-            except CacheNotFound:
+            except (CacheNotFound, NotLinkedError):
                 pass  # perhaps not yet
             self._portal.run(partial(self._until_announced, begin))
         except BlockIndexError as why:
@@ -448,8 +449,8 @@ class Engine:
             transfer.add_done_callback(moving.discard)
         return transfer
 
-    @staticmethod
-    async def _until_announced(begin: Callable[[], Awaitable[None]]) -> None:
+    async def _until_announced(self, begin: Callable[[], Awaitable[None]]) -> None:
+        """Begin again until the news of a cache, or of a link, has arrived that the peer's user may know of already."""
         until = time.monotonic() + _ANNOUNCEMENT_SECONDS
         while True:
             try:
@@ -457,7 +458,21 @@ class Engine:
             except CacheNotFound:
                 if time.monotonic() > until:
                     raise
+            except NotLinkedError as why:
+                if time.monotonic() > until or why.peer is None or not await self._is_being_linked(why.peer):
+                    raise
             await asyncio.sleep(0.002)
+
+    async def _is_being_linked(self, peer: int) -> bool:
+        """Wait for the link that a peer is making, if it is: for the peer it may be ready a moment earlier."""
+        if peer == self.config.cluster_id:
+            return False
+        try:
+            await self._dd.link(ClusterInfo(peer), timeout=_PROBE_SECONDS)
+        except DataDistError as why:
+            log.info("cluster %d is not linked, and does not link this node: %s", peer, why)
+            return False
+        return True
 
     def start_layerwise(
         self,
