@@ -1,7 +1,8 @@
 """Forks processes that run scripts by the drop-in's launcher, so that its imports, and torch's, are paid for once.
 
 Reads commands from stdin, one a line: a JSON list of the launcher's command lines, all to run at once; each may begin
-with variables of the environment, ``NAME=VALUE``. Answers with a line, too: a list of ``[exit status, stdout, stderr]``. Started by `test_llm_scripts`.
+with variables of the environment, ``NAME=VALUE``. Answers with a line, too: a list of ``[exit status, stdout,
+stderr]``. Started by `test_llm_scripts`.
 """
 
 from __future__ import annotations
