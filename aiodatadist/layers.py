@@ -126,7 +126,8 @@ class LayerSynchronizer(ABC):
         layer_index : int
             Of the source cache.
         timeout_in_millis : int or None
-            Milliseconds until the transfer's deadline; None without one. Nobody waits for an answer after it.
+            Milliseconds until the transfer's deadline, rounded up; None without one. An answer that comes after it, or
+            an exception, is not heard: the targets end with `TransferTimeout`.
 
         Returns
         -------
@@ -301,8 +302,12 @@ def _synchronize(
             try:
                 answer = synchronizer.synchronize_layer(layer, millis)
             except BaseException as why:
+                if _missed(until, time.monotonic()):
+                    return
                 feed.fail(layer, _from_there(why))
             else:
+                if _missed(until, time.monotonic()):
+                    return
                 _answered(feed, layer, millis, answer)
                 del answer
 
@@ -341,17 +346,26 @@ async def _await_layers(
         except BaseException as why:
             # Whoever ends this task ends all that it waits for; an await inside may also end by a cancel of its own.
             ended = isinstance(why, (GeneratorExit, KeyboardInterrupt, SystemExit)) or runtime.being_cancelled()
+            if not ended and _missed(until, runtime.now()):
+                return
             error = _from_there(why)
             for lost in needed[needed.index(layer) :] if ended else (layer,):
                 feed.fail(lost, error)
             if ended:
                 raise
         else:
+            if _missed(until, runtime.now()):
+                return
             _answered(feed, layer, millis, answer)
 
 
 def _millis(until: float | None, now: float) -> int | None:
     return None if until is None else max(0, math.ceil((until - now) * 1000))
+
+
+def _missed(until: float | None, now: float) -> bool:
+    """Say whether an answer comes after the deadline, which is what ends the targets then, whatever it says."""
+    return until is not None and now >= until
 
 
 def _answered(feed: _Feed, layer: int, millis: int | None, answer: object) -> None:

@@ -165,6 +165,45 @@ async def test_synchronizers_hear_of_the_deadline(kind: type[Blocking]) -> None:
         assert 100_000 >= millis[0] >= millis[1] + 20 > millis[1] >= millis[2] >= millis[3] > 0
 
 
+@pytest.mark.parametrize("awaited", [False, True])
+@pytest.mark.parametrize("answer", [False, True, TimeoutError("the stream is busy")])
+async def test_who_gives_up_at_the_deadline_has_missed_it(
+    awaited: bool, answer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A synchronizer that waits for as long as it was told: the engine may hear of its answer before of the time."""
+    calls: list[int] = []
+
+    def say(millis: int | None) -> bool:
+        assert millis is not None
+        calls.append(millis)
+        if isinstance(answer, BaseException):
+            raise answer
+        return bool(answer)
+
+    class Blocked(adt.LayerSynchronizer):
+        def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+            time.sleep((timeout_in_millis or 0) / 1000)
+            return say(timeout_in_millis)
+
+    class Awaited(adt.LayerSynchronizer):
+        async def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+            time.sleep((timeout_in_millis or 0) / 1000)  # the loop hears of the end of nothing before this answer
+            return say(timeout_in_millis)
+
+    async with caches() as (pair, here, there):
+        real = sources.open_source
+
+        def early(*arguments: Any) -> Any:
+            return real(*arguments[:-1], arguments[-1] - 0.04)  # the engine is late
+
+        monkeypatch.setattr("aiodatadist.layerwise.open_source", early)
+        (result,) = await push(pair, here, Awaited() if awaited else Blocked(), timeout=0.05)
+        assert isinstance(result.error, adt.TransferTimeout), result.error
+        assert len(calls) <= 1  # nobody is asked after it
+        assert layers_there(here, there) == []
+        await until(lambda: not watching())
+
+
 @pytest.mark.parametrize(
     ("answer", "cause", "said"),
     [
