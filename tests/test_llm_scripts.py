@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 import subprocess
@@ -29,14 +28,9 @@ class Nursery:
     """Runs scripts in processes that are forked from one where everything is imported."""
 
     def __init__(self, *modules: str) -> None:
-        # Where members on several hosts meet: a port of this run's own, kept as `addresses` keeps its.
-        self.keeper = socket.socket()
-        self.keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.keeper.bind(("127.0.0.1", 0))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.llm_nursery", str(PATIENCE), *modules],
             cwd=ROOT,
-            env={**os.environ, "HCCL_IF_BASE_PORT": str(self.keeper.getsockname()[1])},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -53,7 +47,6 @@ class Nursery:
 
     def close(self) -> None:
         self.process.communicate(timeout=PATIENCE)
-        self.keeper.close()
         assert self.process.returncode == 0
 
 
