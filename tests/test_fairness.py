@@ -228,7 +228,8 @@ async def test_no_callback_holds_the_loop(holds: Holds, scale: Scale, request: p
 
 
 async def link_and_pull(holds: Holds, scale: Scale) -> list[tuple[float, str]]:
-    links, blocks, width = 64, 64, 1 << 18
+    # Memory enough to be worth a measure; of much more, the kernel would need all that a callback may take to free it.
+    links, blocks, width = 64, 32, 1 << 18
     total = int((1 << 30) * min(1.0, scale.factor))
     content = pattern(3, (blocks, width), tensors=1)
     await asyncio.sleep(0)
