@@ -106,6 +106,8 @@ const Kernel &kernel() {
     return chosen;
 }
 
+thread_local const CopyPool *copying_for = nullptr;  // the pool of this thread
+
 // A thread that posts a batch wakes a copy thread. Where no core is idle, the kernel would let the one that wakes take
 // the core of the one that posts, in the middle of its call: a model's thread, which records a layer. Under this policy
 // it waits for its turn, with the same share of time. A policy that somebody chose for the process is kept, and where
@@ -162,10 +164,14 @@ void CopyPool::stop() {
 }
 
 void CopyPool::submit(adt_batch_t *const *batches, size_t count) {
+    bool taken_here = false;
     {
         const std::lock_guard<std::mutex> lock(mu_);
+        // A thread of the pool that posts is done with its own batch and looks into the queue next.
+        taken_here = copying_for == this && count == 1 && queue_.empty();
         queue_.insert(queue_.end(), batches, batches + count);
     }
+    if (taken_here) return;
     if (count == 1) {
         wake_.notify_one();
     } else {
@@ -195,6 +201,7 @@ bool CopyPool::run_one() {
 }
 
 void CopyPool::work() {
+    copying_for = this;
     std::unique_lock<std::mutex> lock(mu_);
     for (;;) {
         wake_.wait(lock, [this] { return stopping_ || !queue_.empty() || !background_.empty(); });

@@ -2,6 +2,7 @@
 // Operations: submit, cut into batches, rotate, complete, stop, report. Links are in link.cpp.
 #include "engine.hpp"
 
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <time.h>
@@ -57,6 +58,14 @@ constexpr size_t kCrowded = 65536;  // events that wait for one loop
 constexpr size_t kSpare = 64;       // batches kept for the next transfer
 constexpr size_t kSpareRuns = 8;    // lists of runs, of at most so many:
 constexpr size_t kMostSpareRuns = 65536;
+
+// Cores that this process may run on.
+unsigned usable_cores() {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    if (sched_getaffinity(0, sizeof(set), &set) != 0) return std::max(1U, std::thread::hardware_concurrency());
+    return static_cast<unsigned>(CPU_COUNT(&set));
+}
 
 struct Shared {
     std::mutex mu;
@@ -136,6 +145,10 @@ Engine::Engine(const Options &options)
         t.ops = kTransports[i];
         assert(t.ops->abi_version == ADT_ABI_VERSION);
         t.lane.depth = t.ops->queue_depth;
+        // All copy threads at once would take the model's core in turn, and what they win it loses.
+        if ((t.ops->flags & ADT_TRANSPORT_SHARED_QUEUE) != 0 && threads[i] > 1 && threads[i] >= usable_cores()) {
+            t.lane.most_beside_model = std::max(1U, usable_cores() - 1);
+        }
         const adt_open_params_t params{sizeof(params), options.stepped ? 0 : threads[i], &host_, options.network.get(),
                                        options.place};
         const adt_status_t status = t.ops->open(&params, &t.handle);
@@ -322,6 +335,7 @@ void Engine::progress_once(int timeout_ms) {
             }
         }
     }
+    follow_heard();
     run_timers();
 }
 
@@ -648,8 +662,14 @@ bool Engine::cut(Op &op, Batch &batch) {
 
 void Engine::pump(Section &s, Lane &lane) {
     if (std::exchange(lane.pumping, true)) return;
-    while (lane.inflight < lane.depth && !lane.ready.empty()) {
-        Op &op = *lane.ready.front();
+    const auto waits_for_model = [](const Op *op) { return op->layers && op->layers->waiting; };
+    while (lane.inflight < lane.depth) {
+        auto at = lane.ready.begin();
+        if (lane.beside_model >= lane.most_beside_model) {
+            at = std::find_if_not(at, lane.ready.end(), waits_for_model);
+        }
+        if (at == lane.ready.end()) break;
+        Op &op = **at;
         // Its timer may come late: completions are handled before timers, and the thread has to get a processor.
         if (op.has_deadline && op.deadline->first <= clock_.now_ns()) {
             stop_op(s, op, ADT_ERR_TIMEOUT);
@@ -663,6 +683,8 @@ void Engine::pump(Section &s, Lane &lane) {
         }
         const Transport &transport = transports_[op.remote->transport];
         Batch *batch = take_batch();
+        batch->beside_model = waits_for_model(&op);
+        if (batch->beside_model) ++lane.beside_model;
         bool more = cut(op, *batch);
         if (op.layers && !more) {
             land_empty(s, op);
@@ -700,6 +722,7 @@ void Engine::complete_batch(Section &s, const adt_completion_t &completion) {
     Lane &lane = lane_of(op);
     --op.inflight;
     --lane.inflight;
+    if (batch->beside_model) --lane.beside_model;
     if (batch->detached) {
         --op.detached;
         Peer &peer = *op.peer;

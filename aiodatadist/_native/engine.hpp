@@ -135,6 +135,7 @@ struct Batch : Counted<Live::batch> {
     adt_batch_t post{};  // first: transports hand this pointer back
     Op *op = nullptr;
     bool detached = false;
+    bool beside_model = false;  // counted in its lane
     uint32_t layer = 0;
     std::vector<adt_chunk_t> chunks;
 };
@@ -144,6 +145,9 @@ struct Lane {
     std::list<Op *> ready;
     uint32_t inflight = 0;
     uint32_t depth = 0;
+    // Batches of operations whose model still computes, and how many of them may be posted: it needs a core.
+    uint32_t beside_model = 0;
+    uint32_t most_beside_model = UINT32_MAX;
     bool pumping = false;  // a post that fails ends its operation, and that must not pump from inside the pump
 };
 
@@ -573,6 +577,7 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
     class Section {
       public:
         explicit Section(Engine &engine) : lock_(engine.mu_) {}
+        explicit Section(std::unique_lock<std::mutex> lock) : lock_(std::move(lock)) {}
         ~Section() {
             lock_.unlock();
             for (size_t i = 0; i < deferred_.size(); ++i) deferred_[i]();
@@ -617,6 +622,8 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
 
     // layers.cpp
     void follow_gate(Section &s, Op &op);
+    void follow_heard(Section &s);
+    void follow_heard();
     void leave_gate(const Op &op);
     void land_empty(Section &s, Op &op);
     void land_layer(Section &s, Op &op, uint32_t layer);
@@ -692,6 +699,8 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
     std::recursive_mutex endpoints_mu_;
     std::mutex mu_;
     std::condition_variable quiet_cv_;
+    std::mutex heard_mu_;          // a leaf
+    std::vector<uint64_t> heard_;  // operations whose gates have something new to say
     Timers timers_;
     uint64_t waking_at_ = 0;  // when the progress thread will look at the timers by itself
     std::unordered_map<uint64_t, std::unique_ptr<Op>> ops_;

@@ -240,9 +240,41 @@ SubmitResult Engine::submit_layers(const TransferRequest &request, const LayerRe
 
 void Engine::read_gate(uint64_t op_id) {
     if (in_forked_child()) return;
+    {
+        const std::lock_guard<std::mutex> lock(heard_mu_);
+        heard_.push_back(op_id);
+    }
+    // The recording thread does not wait for `mu_`: whoever holds it may have lost its core, for milliseconds where all
+    // are busy. The progress thread waits instead.
+    std::unique_lock<std::mutex> lock(mu_, std::try_to_lock);
+    if (!lock) {
+        kick();
+        return;
+    }
+    Section s(std::move(lock));
+    follow_heard(s);
+}
+
+// Reads the gates that have said something.
+void Engine::follow_heard(Section &s) {
+    std::vector<uint64_t> heard;
+    {
+        const std::lock_guard<std::mutex> lock(heard_mu_);
+        heard.swap(heard_);
+    }
+    for (const uint64_t op_id : heard) {
+        const auto found = ops_.find(op_id);
+        if (found != ops_.end()) follow_gate(s, *found->second);
+    }
+}
+
+void Engine::follow_heard() {
+    {
+        const std::lock_guard<std::mutex> lock(heard_mu_);
+        if (heard_.empty()) return;
+    }
     Section s(*this);
-    const auto found = ops_.find(op_id);
-    if (found != ops_.end()) follow_gate(s, *found->second);
+    follow_heard(s);
 }
 
 // An operation wants no more of its gate: it has heard of every layer, or ends.
@@ -272,6 +304,8 @@ void Engine::follow_gate(Section &s, Op &op) {
     if (work.next == work.layers.size()) {
         op.exhausted = true;
         settle(s, op);
+    } else if (op.queued) {
+        pump(s, lane_of(op));  // it may be held up no longer
     } else if (work.next < work.ready.size()) {
         enqueue(s, op);
     }

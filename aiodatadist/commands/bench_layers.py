@@ -130,23 +130,16 @@ class _Model:
         self._matrices = random.standard_normal((_MATRICES, _SIDE, _SIDE), np.float32)
         self._factor = random.standard_normal((_SIDE, _SIDE), np.float32)
         self._products = np.empty_like(self._matrices)
-        self._calls = 16
+        self.seconds = 0.0
+        """CPU time of a layer."""
 
     def compute_layer(self) -> None:
-        for _ in range(self._calls):
+        ends = time.thread_time() + self.seconds
+        while time.thread_time() < ends:
             self.compute_some()
 
     def compute_some(self) -> None:
         np.matmul(self._matrices, self._factor, out=self._products)
-
-    def fit(self, seconds: float) -> None:
-        """Make a layer take this much CPU time: the same work from now on, however long it takes."""
-        took = []
-        for _ in range(9):
-            began = time.thread_time()
-            self.compute_layer()
-            took.append((time.thread_time() - began) / self._calls)
-        self._calls = max(1, round(seconds / float(np.median(took))))
 
 
 class _Synchronizer(adt.LayerSynchronizer):
@@ -167,7 +160,7 @@ class _Overlap(_Layers):
         await self._verify("LayerGate", self._gate)
         await self._verify("LayerSynchronizer", self._synchronizer)
         for times in _TIMES:
-            self._model.fit(await self._one_beside() * times)
+            self._model.seconds = float(np.median([await self._one_beside() for _ in range(_PUSHES)])) * times
             steps = {
                 "compute": self._compute,
                 "one": self._one,
