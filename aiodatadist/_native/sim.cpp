@@ -206,6 +206,7 @@ class SimTransport {
     }
     const std::string &error() const { return error_; }
 
+    bool simulated() const { return network_ != nullptr; }
     uint64_t new_key() { return network_ == nullptr ? 0 : network_->random().next(); }
 
     adt_status_t connect(const adt_connect_params_t &params, adt_endpoint_h *out) {
@@ -584,8 +585,11 @@ adt_status_t reg_mem(adt_transport_h handle, const adt_memory_t *memory, adt_mem
         for (uint32_t i = 0; i < memory->geometry.num_tensors; ++i) {
             made->tensors.push_back(static_cast<char *>(memory->tensors[i]));
         }
-        sim(handle).keys_[made->cache] = made->key;
-        sim(handle).memories_[made->cache] = made.get();
+        // Outside a simulation nobody looks for it, and there engines have threads.
+        if (sim(handle).simulated()) {
+            sim(handle).keys_[made->cache] = made->key;
+            sim(handle).memories_[made->cache] = made.get();
+        }
         *out = reinterpret_cast<adt_mem_h>(made.release());
         return ADT_OK;
     } catch (...) {
@@ -595,10 +599,12 @@ adt_status_t reg_mem(adt_transport_h handle, const adt_memory_t *memory, adt_mem
 
 void dereg_mem(adt_transport_h handle, adt_mem_h mem) {
     const auto *const memory = reinterpret_cast<const Memory *>(mem);
-    const auto found = sim(handle).memories_.find(memory->cache);
-    if (found != sim(handle).memories_.end() && found->second == memory) {
-        sim(handle).memories_.erase(found);
-        sim(handle).keys_.erase(memory->cache);
+    if (sim(handle).simulated()) {
+        const auto found = sim(handle).memories_.find(memory->cache);
+        if (found != sim(handle).memories_.end() && found->second == memory) {
+            sim(handle).memories_.erase(found);
+            sim(handle).keys_.erase(memory->cache);
+        }
     }
     delete memory;
 }
