@@ -160,6 +160,17 @@ def test_l2_a_release_is_answered_at_once_and_over_when_the_peer_is_quiet(h: Han
     assert not h.heard(LEASE_OVER), "who has released it knows"
 
 
+def test_a_release_before_the_end_of_the_link_counts(stepped: Hand) -> None:
+    """The farewell comes over another connection, and may be read first."""
+    h = stepped
+    assert h.side.node.hold(LEASE, 7, 3600.0, HAND)
+    h.say(message(RENEW) * 5000 + message(RELEASE, flags=1, a=LEASE, b=9))
+    h.side.to_peer.disconnect(CLOSED)
+    h.run(lambda: over(h))
+    (event,) = over(h)
+    assert event.status == OK
+
+
 @pytest.mark.parametrize("kind", [ADOPT, RELEASE])
 def test_l3_unknown_leases_and_those_of_others_are_told_alike(h: Hand, kind: int) -> None:
     node = h.side.node

@@ -443,7 +443,7 @@ async def test_wrong_calls_start_nothing() -> None:
                 pair.user.cache_manager.transfer_cache_async(here, gate, **options)
         for layer in range(LAYERS):
             gate.record(layer)
-        assert gate.waiting == 0
+        await until(lambda: gate.waiting == 0, "a transfer has not heard of all its layers")
         assert (pair.link._counters.started, pair.user.dump()) == (0, [])
         await pair.owner.fence(USER)
         assert layers_there(here, there) == []

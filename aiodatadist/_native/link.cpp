@@ -2,6 +2,7 @@
 // Links natively: the engine connection, heartbeats, fences, the closing of caches and of links, and what the owner
 // of memory answers to transports. None of it needs Python: a peer whose loop is blocked stays linked and answers.
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -23,6 +24,7 @@ constexpr size_t kMaxUnsent = size_t{16} << 20;  // a peer that asks and never r
 constexpr size_t kMaxFences = 65536;
 constexpr size_t kMaxRuns = 65536;  // of numbers of caches that a peer closed
 constexpr uint64_t kLeastLimit = 1'000'000;
+constexpr int kLastTurns = 64;  // of kMessagesATurn each: a peer that never stops must not hold up the end
 
 // What transports call a link: its id, since ids are never used twice and addresses are.
 void *name_of(const Peer &peer) {
@@ -30,6 +32,11 @@ void *name_of(const Peer &peer) {
 }
 uint64_t id_of(void *link) {
     return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(link));
+}
+
+bool readable(const Peer &peer) {
+    pollfd wire{peer.wire.get(), POLLIN, 0};
+    return peer.wire_open && poll(&wire, 1, 0) > 0;
 }
 
 }  // namespace
@@ -413,6 +420,11 @@ bool Engine::expose(const std::shared_ptr<Peer> &peer) {
 void Engine::disconnect(const std::shared_ptr<Peer> &peer, adt_status_t status) {
     if (in_forked_child()) return;
     Section s(*this);
+    // The peer's farewell comes over another connection. What it said here before, such as the release of a lease, may
+    // still lie in the socket, and after the end nobody would listen to it.
+    for (int turn = 0; turn < kLastTurns && peer->state == Peer::State::active && readable(*peer); ++turn) {
+        read_wire(s, *peer);
+    }
     end_peer(s, *peer, status, false);
 }
 
