@@ -460,6 +460,7 @@ cdef class Pair:
     cdef uint32_t num_tensors
     cdef bint readable
     cdef bint writable
+    cdef int read(self, driven, int opcode, local_side, remote_side, double timeout) except -1
     cdef int begin(
         self, transfer, int opcode, local_side, remote_side, uint32_t local_tensor, uint32_t remote_tensor,
         uint32_t num_tensors, double timeout, bint allow_inline, CSubmitResult *result) except -1

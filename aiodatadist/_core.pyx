@@ -384,13 +384,20 @@ cdef class Ring:
         """Renew the inline budget and finish what the last turn deferred."""
         self.turn_scheduled = False
         self.inline_spent_ns = 0
-        if self.deferred:
-            finished, self.deferred = self.deferred, []
-            for transfer, pair, opcode, nbytes in finished:
+        if not self.deferred:
+            return
+        finished, self.deferred = self.deferred, []
+        failure = None
+        for transfer, pair, opcode, nbytes in finished:
+            try:
                 if pair is None or transfer._cancelling or transfer.done():
                     transfer._native_done(ADT_OK, nbytes)
                 else:
                     (<Pair>pair).finish_at_once(transfer, opcode, nbytes)
+            except BaseException as e:
+                failure = failure or e
+        if failure is not None:
+            raise failure  # when all have ended, as in `drain`
 
     cdef bint spend(self, uint64_t ns) except -1:
         """Account for inline work; True if it still fits this turn."""
@@ -774,9 +781,8 @@ cdef class Pair:
         else:
             raise self.refusal(opcode, result)
 
-    cdef int begin(self, transfer, int opcode, local_side, remote_side, uint32_t local_tensor, uint32_t remote_tensor,
-                   uint32_t num_tensors, double timeout, bint allow_inline, CSubmitResult *result) except -1:
-        """Give a transfer to the engine. Only where it is pending does the engine keep a reference."""
+    cdef int read(self, driven, int opcode, local_side, remote_side, double timeout) except -1:
+        """Fill the request with what all kinds of transfers name."""
         cdef CTransferRequest *request = &self.request
         cdef Ring ring = self.ring
         if in_forked_child():
@@ -789,13 +795,20 @@ cdef class Pair:
         finally:
             ring.reading = False
         request.opcode = <adt_opcode_t>opcode
+        # What is longer than a lifetime does not fit the clock's 64 bits, and means none.
+        request.timeout_ns = <uint64_t>(timeout * 1e9) if 0 < timeout < 5e9 else 0
+        request.cookie = <void *>driven
+        return 0
+
+    cdef int begin(self, transfer, int opcode, local_side, remote_side, uint32_t local_tensor, uint32_t remote_tensor,
+                   uint32_t num_tensors, double timeout, bint allow_inline, CSubmitResult *result) except -1:
+        """Give a transfer to the engine. Only where it is pending does the engine keep a reference."""
+        cdef CTransferRequest *request = &self.request
+        self.read(transfer, opcode, local_side, remote_side, timeout)
         request.local_tensor = local_tensor
         request.remote_tensor = remote_tensor
         request.num_tensors = num_tensors
-        # What is longer than a lifetime does not fit the clock's 64 bits, and means none.
-        request.timeout_ns = <uint64_t>(timeout * 1e9) if 0 < timeout < 5e9 else 0
         request.allow_inline = allow_inline
-        request.cookie = <void *>transfer
         # The operation owns a reference until its completion is drained. Taken first: it may end before submit returns.
         Py_INCREF(transfer)
         try:
@@ -900,20 +913,9 @@ cdef class Pair:
         for `submit`, always by way of the ring, and before its end by `_native_layer(layer, ns since its recording)` of
         each that has landed.
         """
-        cdef CTransferRequest *request = &self.request
         cdef CLayerRequest wanted
         cdef CLayerTensor tensor
         cdef CSubmitResult result
-        cdef Ring ring = self.ring
-        if in_forked_child():
-            raise error_from_native(-10, detail="this process is a forked child")
-        if ring.reading:
-            raise ArgumentError("a transfer was started while the blocks of another one were being read")
-        ring.reading = True
-        try:
-            read_sides(ADT_WRITE, local_side, remote_side, ring.local_blocks, ring.remote_blocks, deref(request))
-        finally:
-            ring.reading = False
         wanted.gate = gate.recorder.get().gate()
         wanted.first_layer = first_layer
         wanted.per_layer = per_layer
@@ -922,12 +924,11 @@ cdef class Pair:
         wanted.starts = starts
         (wanted.remote_view.num_tensors, wanted.remote_view.num_blocks, wanted.remote_view.block_bytes,
          wanted.remote_view.block_stride) = view
-        request.opcode = ADT_WRITE
-        request.timeout_ns = <uint64_t>(timeout * 1e9) if 0 < timeout < 5e9 else 0
-        request.cookie = <void *>part
+        # Last: what runs in between could start a transfer of its own, which would take its place.
+        self.read(part, ADT_WRITE, local_side, remote_side, timeout)
         Py_INCREF(part)
         try:
-            result = self.engine.get().submit_layers(deref(request), wanted)
+            result = self.engine.get().submit_layers(self.request, wanted)
         except BaseException:
             Py_DECREF(part)
             raise

@@ -642,6 +642,7 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
     void flush(Section &s, Peer &peer);
     static void close_wire(Peer &peer);
     void read_wire(Section &s, Peer &peer);
+    void inform(const Peer &peer, EventKind kind, const WireMessage &message);
     void handle(Section &s, Peer &peer, const WireMessage &message);
     void take_over(Section &s, Peer &peer);
     void answer_fences(Section &s, Peer &peer, size_t from = 0);

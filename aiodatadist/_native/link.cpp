@@ -24,7 +24,7 @@ constexpr size_t kMaxUnsent = size_t{16} << 20;  // a peer that asks and never r
 constexpr size_t kMaxFences = 65536;
 constexpr size_t kMaxRuns = 65536;  // of numbers of caches that a peer closed
 constexpr uint64_t kLeastLimit = 1'000'000;
-constexpr int kLastTurns = 64;  // of kMessagesATurn each: a peer that never stops must not hold up the end
+constexpr int kLastTurns = 8;  // of kMessagesATurn each: a peer that never stops must not hold up the end
 
 // What transports call a link: its id, since ids are never used twice and addresses are.
 void *name_of(const Peer &peer) {
@@ -606,6 +606,21 @@ void Engine::read_wire(Section &s, Peer &peer) {
     }
 }
 
+// Passes on to the loop what a peer did to local memory, unless so much waits there that the loop is behind.
+void Engine::inform(const Peer &peer, EventKind kind, const WireMessage &message) {
+    if (peer.node->ring->crowded()) return;
+    Event event;
+    event.kind = kind;
+    event.status = message.status;
+    event.node = peer.node->id;
+    event.peer = peer.id;
+    event.token = message.a;
+    event.cache = message.b;
+    event.bytes = message.c;
+    event.opcode = message.opcode;
+    emit(*peer.node, event);
+}
+
 void Engine::handle(Section &s, Peer &peer, const WireMessage &message) {
     switch (static_cast<Say>(message.type)) {
         case Say::heartbeat:
@@ -625,17 +640,7 @@ void Engine::handle(Section &s, Peer &peer, const WireMessage &message) {
             return;
         }
         case Say::ended: {
-            if (peer.node->ring->crowded()) return;
-            Event event;
-            event.kind = EventKind::transfer_ended;
-            event.status = message.status;
-            event.node = peer.node->id;
-            event.peer = peer.id;
-            event.token = message.a;
-            event.cache = message.b;
-            event.bytes = message.c;
-            event.opcode = message.opcode;
-            emit(*peer.node, event);
+            inform(peer, EventKind::transfer_ended, message);
             return;
         }
         case Say::fence:
@@ -685,17 +690,7 @@ void Engine::handle(Section &s, Peer &peer, const WireMessage &message) {
                 (cache.access & ADT_REMOTE_WRITE) == 0) {
                 break;
             }
-            if (peer.node->ring->crowded()) return;
-            Event event;
-            event.kind = EventKind::layer_arrived;
-            event.status = message.status;
-            event.node = peer.node->id;
-            event.peer = peer.id;
-            event.token = message.a;
-            event.cache = message.b;
-            event.bytes = message.c;
-            event.opcode = message.opcode;
-            emit(*peer.node, event);
+            inform(peer, EventKind::layer_arrived, message);
             return;
         }
     }

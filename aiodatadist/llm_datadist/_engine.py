@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 import warnings
@@ -29,6 +30,7 @@ from .. import (
     Config,
     DataDist,
     DataDistError,
+    EventStream,
     HandshakeError,
     LinkError,
     LinkTimeout,
@@ -452,6 +454,7 @@ class Engine:
     async def _until_announced(self, begin: Callable[[], Awaitable[None]]) -> None:
         """Begin again until the news of a cache, or of a link, has arrived that the peer's user may know of already."""
         until = time.monotonic() + _ANNOUNCEMENT_SECONDS
+        news: EventStream | None = None
         while True:
             try:
                 return await begin()
@@ -461,7 +464,13 @@ class Engine:
             except NotLinkedError as why:
                 if time.monotonic() > until or why.peer is None or not await self._is_being_linked(why.peer):
                     raise
-            await asyncio.sleep(0.002)
+                continue
+            if news is None:
+                news = self._dd.events()  # from now on; what came before is found by beginning once more
+                continue
+            with contextlib.suppress(TimeoutError, StopAsyncIteration):
+                async with asyncio.timeout(until - time.monotonic()):
+                    await anext(news)
 
     async def _is_being_linked(self, peer: int) -> bool:
         """Wait for the link that a peer is making, if it is: for the peer it may be ready a moment earlier."""

@@ -551,7 +551,34 @@ class MemInfo:
 # Layer-wise transfers. --------------------------------------------------------------------------------------
 
 
-class TransferConfig:
+class _LayerTarget:
+    """What both kinds of targets of a layer-wise transfer name of the source."""
+
+    _src_layer_range: range | None
+    _src_batch_index: int
+
+    @property
+    def src_layer_range(self) -> range | None:
+        """Layers of the source; None for all."""
+        return self._src_layer_range
+
+    @src_layer_range.setter
+    def src_layer_range(self, src_layer_range: range | None) -> None:
+        check_layer_range("src_layer_range", src_layer_range)
+        self._src_layer_range = src_layer_range
+
+    @property
+    def src_batch_index(self) -> int:
+        """Batch slot of the source."""
+        return self._src_batch_index
+
+    @src_batch_index.setter
+    def src_batch_index(self, src_batch_index: int) -> None:
+        check_uint32("src_batch_index", src_batch_index)
+        self._src_batch_index = int(src_batch_index)
+
+
+class TransferConfig(_LayerTarget):
     """One target of a layer-wise transfer, by addresses.
 
     Parameters
@@ -603,28 +630,8 @@ class TransferConfig:
         check_list_uint64("dst_addrs", dst_addrs)
         self._dst_addrs = dst_addrs
 
-    @property
-    def src_layer_range(self) -> range | None:
-        """Layers of the source; None for all."""
-        return self._src_layer_range
 
-    @src_layer_range.setter
-    def src_layer_range(self, src_layer_range: range | None) -> None:
-        check_layer_range("src_layer_range", src_layer_range)
-        self._src_layer_range = src_layer_range
-
-    @property
-    def src_batch_index(self) -> int:
-        """Batch slot of the source."""
-        return self._src_batch_index
-
-    @src_batch_index.setter
-    def src_batch_index(self, src_batch_index: int) -> None:
-        check_uint32("src_batch_index", src_batch_index)
-        self._src_batch_index = int(src_batch_index)
-
-
-class TransferWithCacheKeyConfig:
+class TransferWithCacheKeyConfig(_LayerTarget):
     """One target of a layer-wise transfer, by a key of the peer's cache.
 
     Parameters
@@ -686,16 +693,6 @@ class TransferWithCacheKeyConfig:
         self._cache_key = cache_key
 
     @property
-    def src_layer_range(self) -> range | None:
-        """Layers of the source."""
-        return self._src_layer_range
-
-    @src_layer_range.setter
-    def src_layer_range(self, src_layer_range: range | None) -> None:
-        check_layer_range("src_layer_range", src_layer_range)
-        self._src_layer_range = src_layer_range
-
-    @property
     def dst_layer_range(self) -> range | None:
         """Layers of the target."""
         return self._dst_layer_range
@@ -704,16 +701,6 @@ class TransferWithCacheKeyConfig:
     def dst_layer_range(self, dst_layer_range: range | None) -> None:
         check_layer_range("dst_layer_range", dst_layer_range)
         self._dst_layer_range = dst_layer_range
-
-    @property
-    def src_batch_index(self) -> int:
-        """Batch slot of the source."""
-        return self._src_batch_index
-
-    @src_batch_index.setter
-    def src_batch_index(self, src_batch_index: int) -> None:
-        check_uint32("src_batch_index", src_batch_index)
-        self._src_batch_index = int(src_batch_index)
 
 
 class LayerSynchronizer(ABC):
