@@ -101,6 +101,23 @@ async def test_inline_budget_of_zero_gives_a_turn_each() -> None:
 
 
 @pytest.mark.loop
+async def test_a_failure_while_one_is_told_keeps_none_of_the_others_from_their_ends(loop_errors: list[Any]) -> None:
+    async with linked("shm", user={"inline_budget": 0.0}, owner={"inline_budget": 0.0}) as pair:
+        await offer(pair, "library", 16, 4096)
+        cache = await pair.take(pattern(1, (16, 4096), tensors=1))
+        pulls = [pair.user.cache_manager.pull_blocks(KEY, cache, [1], [2], notify=b"") for _ in range(3)]
+
+        def fails(transfer: adt.Transfer[Any]) -> None:
+            transfer._told(None)
+            raise ZeroDivisionError
+
+        pulls[0]._then = fails
+        await asyncio.wait_for(asyncio.gather(*pulls), PATIENCE)
+        assert ["ZeroDivisionError" in error["exception"] for error in loop_errors] == [True]
+        loop_errors.clear()
+
+
+@pytest.mark.loop
 @pytest.mark.parametrize("opcode", ["pull", "push"])
 async def test_what_is_told_a_turn_later_ends_as_any_other(opcode: str) -> None:
     """The bytes are there, and the future not yet done: it may be cancelled, or ended by somebody else, as ever."""
