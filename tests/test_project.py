@@ -39,10 +39,13 @@ def test_the_engine_knows_no_python() -> None:
     assert not [path for path in sources if path.is_file() and "Python.h" in path.read_text()]
 
 
-@pytest.mark.parametrize("script", [".ci/run", ".ci/soak", ".ci/lib.sh"])
+@pytest.mark.parametrize(
+    "script",
+    [".ci/run", ".ci/soak", ".ci/lib.sh", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/vm/*.sh"))],
+)
 def test_scripts_parse(script: str) -> None:
     subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
-    if script != ".ci/lib.sh":
+    if script in (".ci/run", ".ci/soak", "tests/vm/run.sh"):
         assert (ROOT / script).stat().st_mode & 0o111
 
 
