@@ -1,17 +1,22 @@
 """Measure transfers between two processes of this machine beside what the machine can do.
 
-  bandwidth     scattered blocks, pulled and pushed; the passive side's CPU; neighbouring blocks
+  bandwidth     scattered blocks, pulled and pushed; neighbouring blocks
   latency       one block, awaited
-  completions   awaited transfers per second, and the time that submitting a large one takes from the loop
-  links         linking and unlinking many peers, and what a pair costs that does nothing
+  completions   awaited transfers per second, on asyncio and on uvloop
+  submit        what starting a transfer of many blocks takes from the loop's thread
+  fairness      small pulls while a large one is under way on the same link
+  cpu           the processors of both sides during transfers, and while nothing happens
+  links         linking and unlinking many peers
   layerwise     layers pushed while a model thread computes the next, and what recording one takes from that thread
+  scale         a million blocks, 100 GiB of memory, 10,000 transfers and 512 links, beside an eighth of them
   all           all of them (the default)
 
 Beside each stands a limit, measured in turn with it in the same run: memcpy, process_vm and plain sockets over the
 same blocks, by native loops without protocol, checks or safety. Only the ratio says something about the library; the
 values are the machine's.
 
-The data is verified once for every path and size. A debug build is not measured.
+The data is verified once for every path and size. A debug build is not measured. All of it takes some eight minutes
+on two cores.
 """
 
 from __future__ import annotations
@@ -22,8 +27,10 @@ import json
 import os
 import platform
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,9 +40,13 @@ import aiodatadist
 from aiodatadist import _core, _limits
 from aiodatadist.errors import ArgumentError, ExtraMissing
 
+from .bench_cpu import CpuScale, measure_cpu
+from .bench_fairness import FairnessScale, measure_fairness
 from .bench_layers import LayersScale, measure_layers
 from .bench_links import LinksScale, measure_links
-from .bench_rows import Progress, Rows, installed, print_table, size_text
+from .bench_peer import child_environment
+from .bench_rows import Progress, Row, Rows, installed, print_table, size_text
+from .bench_scale import ScaleSizes, measure_scale
 from .bench_transfers import PATHS, POOL_FACTOR, Scale, Session
 from .failure import CommandError
 
@@ -44,14 +55,18 @@ __all__ = ["NAME", "SUMMARY", "add_arguments", "run"]
 NAME: Final = "bench"
 SUMMARY: Final = "measure transfers beside what the machine can do"
 
-SUBJECTS: Final = ("bandwidth", "latency", "completions", "links", "layerwise")
+SUBJECTS: Final = (
+    "bandwidth", "latency", "completions", "submit", "fairness", "cpu", "links", "layerwise", "scale",
+)  # fmt: skip
+_BOTH_LOOPS: Final = "completions"
+"""The subject that is measured on each event loop: elsewhere it matters little which one runs."""
 
 _KIB: Final = 1 << 10
 _MIB: Final = 1 << 20
 _BANDWIDTH_BLOCKS: Final = (4 * _KIB, 16 * _KIB, 64 * _KIB, 256 * _KIB, _MIB)
 _LATENCY_BLOCKS: Final = (4 * _KIB, 64 * _KIB, _MIB)
 _COMPLETION_BLOCKS: Final = (4 * _KIB,)
-_LAYER_BLOCKS: Final = (64 * _KIB,)
+_LARGE_BLOCKS: Final = (64 * _KIB,)
 _LEAST_BLOCK: Final = 64
 _MOST_BLOCK: Final = 64 * _MIB
 _LEAST_BYTES: Final = 64 * _KIB
@@ -109,12 +124,13 @@ def _count(most: int) -> Callable[[str], int]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("subject", nargs="?", choices=(*SUBJECTS, "all"), default="all", help="what to measure")
+    parser.add_argument("--all", action="store_true", help="the same as all")
     parser.add_argument(
         "--block",
         type=_several(_block),
         metavar="SIZE,...",
         help="block sizes (4KiB,16KiB,64KiB,256KiB,1MiB; latency: 4KiB,64KiB,1MiB; completions: 4KiB; "
-        "layerwise: 64KiB)",
+        "cpu, layerwise: 64KiB)",
     )
     parser.add_argument(
         "--bytes",
@@ -125,8 +141,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--paths", type=_several(_path), metavar="PATH,...", help=f"only these of {','.join(PATHS)}")
     parser.add_argument("--peers", type=_count(4096), metavar="N", help="peers that links links at a time (64)")
     parser.add_argument("--repeat", type=_count(1000), metavar="N", help="rounds; their median counts (7)")
-    parser.add_argument("--quick", action="store_true", help="64MiB, 3 rounds and 16 peers, unless told otherwise")
-    parser.add_argument("--loop", choices=("asyncio", "uvloop"), default="asyncio", help="event loop (asyncio)")
+    parser.add_argument(
+        "--quick", action="store_true", help="64MiB, 3 rounds, 16 peers and a tenth of scale, unless told otherwise"
+    )
+    parser.add_argument(
+        "--loop", choices=("asyncio", "uvloop"), help="event loop (asyncio; completions: both, where uvloop is there)"
+    )
     parser.add_argument(
         "--json",
         nargs="?",
@@ -186,6 +206,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.json in (*SUBJECTS, "all"):
         raise ArgumentError(f"--json {arguments.json} names a file", hint=f"write bench {arguments.json} --json")
+    if arguments.all and arguments.subject != "all":
+        raise ArgumentError(f"bench {arguments.subject} --all says two things", hint="leave one of them out")
     if arguments.loop == "uvloop" and not installed("uvloop"):
         raise ExtraMissing(extra="bench", packages=("uvloop",))
     quick = arguments.quick
@@ -197,14 +219,35 @@ def run(arguments: argparse.Namespace) -> int:
         )
     _check_memory(nbytes)
     repeat = arguments.repeat or (3 if quick else 7)
-    scale = Scale(nbytes, repeat, 1000 if quick else 5000)
-    links = LinksScale(arguments.peers or (16 if quick else 64), repeat, 1.0 if quick else 3.0)
-    layers = LayersScale(nbytes, repeat, 100 if quick else 1000)
+    amounts = Amounts(
+        Scale(nbytes, repeat, 1000 if quick else 5000),
+        FairnessScale(nbytes, 10**8 if quick else 10**10, repeat),
+        CpuScale(nbytes, repeat, 1.0 if quick else 3.0),
+        LinksScale(arguments.peers or (16 if quick else 64), repeat),
+        LayersScale(nbytes, repeat, 100 if quick else 1000),
+        ScaleSizes(100_000, 8 << 30, 256, 1000, 48, repeat)
+        if quick
+        else ScaleSizes(1 << 20, 100 << 30, 4096, 10_000, 512, repeat),
+    )
+    loops = [arguments.loop or "asyncio"]
     progress, rows = Progress(), Rows()
-    machine = _machine(arguments.loop)
+    machine = _machine(loops[0])
     out = None if arguments.json in (None, "-") else _opened(arguments.json)
-    with asyncio.Runner(loop_factory=_loop_factory(arguments.loop)) as runner:
-        runner.run(_measure(arguments, scale, links, layers, rows, progress))
+    subjects = list(SUBJECTS) if arguments.subject == "all" else [arguments.subject]
+    if len(subjects) > 1:
+        subjects.remove("scale")
+    if not arguments.loop and _BOTH_LOOPS in subjects:
+        if installed("uvloop"):
+            loops.append("uvloop")
+        else:
+            progress.note(f"{_BOTH_LOOPS} on uvloop is left out: pip install 'aiodatadist[bench]'")
+    for number, loop in enumerate(loops):
+        with asyncio.Runner(loop_factory=_loop_factory(loop)) as runner:
+            runner.run(_measure(subjects if number == 0 else [_BOTH_LOOPS], loop, arguments, amounts, rows, progress))
+    if arguments.subject == "all":
+        progress.clear()
+        rows.rows.extend(_scale_apart(arguments))
+    rows.rows.sort(key=lambda row: SUBJECTS.index(row.name.partition(" ")[0]))
     progress.clear()
     if arguments.json:
         text = json.dumps({"machine": machine, "rows": rows.as_json()}, indent=2)
@@ -237,15 +280,35 @@ def _loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop]:
     return asyncio.new_event_loop
 
 
+def _scale_apart(arguments: argparse.Namespace) -> list[Row]:
+    """Measure `scale` in a process of its own: memory that others have left would hide what it takes."""
+    command = [sys.executable, "-P", "-m", "aiodatadist", NAME, "scale", "--json", "-"]
+    command += ["--quick"] * arguments.quick
+    for option in ("paths", "repeat", "loop"):
+        if value := getattr(arguments, option):
+            command += [f"--{option}", ",".join(value) if option == "paths" else str(value)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, env=child_environment(), check=False)
+    if done.returncode:
+        raise CommandError(f"measuring scale ended with exit code {done.returncode}")
+    return [Row(**row) for row in json.loads(done.stdout)["rows"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Amounts:
+    """How much is measured, for each kind of subject."""
+
+    transfers: Scale
+    fairness: FairnessScale
+    cpu: CpuScale
+    links: LinksScale
+    layers: LayersScale
+    scale: ScaleSizes
+
+
 async def _measure(
-    arguments: argparse.Namespace,
-    scale: Scale,
-    links: LinksScale,
-    layers: LayersScale,
-    rows: Rows,
-    progress: Progress,
+    subjects: Sequence[str], loop: str, arguments: argparse.Namespace, amounts: Amounts, rows: Rows, progress: Progress
 ) -> None:
-    subjects = SUBJECTS if arguments.subject == "all" else (arguments.subject,)
+    scale = amounts.transfers
 
     def blocks(usual: Sequence[int]) -> Sequence[int]:
         return arguments.block or [block for block in usual if block <= scale.nbytes]
@@ -263,13 +326,20 @@ async def _measure(
             raise CommandError("no path can be measured here; `aiodatadist doctor` says why")
         if "links" in subjects:
             # First: what the others leave behind would serve links as memory.
-            await measure_links(session, paths, links, rows, progress)
+            await measure_links(session, paths, amounts.links, rows, progress)
         if "bandwidth" in subjects:
             await session.bandwidth(paths, blocks(_BANDWIDTH_BLOCKS))
         if "latency" in subjects:
             await session.latency(paths, blocks(_LATENCY_BLOCKS))
         if "completions" in subjects:
-            await session.completions(paths, blocks(_COMPLETION_BLOCKS))
+            await session.completions(paths, blocks(_COMPLETION_BLOCKS), loop)
+        if "submit" in subjects:
+            await session.submit(paths)
+        if "fairness" in subjects:
+            await measure_fairness(session, paths, amounts.fairness, rows, progress)
+        if "cpu" in subjects:
+            await measure_cpu(session, paths, blocks(_LARGE_BLOCKS), amounts.cpu, rows, progress)
         if "layerwise" in subjects:
-            await measure_layers(session, paths, blocks(_LAYER_BLOCKS), layers, rows, progress)
-    rows.rows.sort(key=lambda row: SUBJECTS.index(row.name.partition(" ")[0]))
+            await measure_layers(session, paths, blocks(_LARGE_BLOCKS), amounts.layers, rows, progress)
+        if "scale" in subjects:
+            await measure_scale(session, paths, amounts.scale, rows, progress)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter, perf_counter_ns
 from typing import TYPE_CHECKING, Final
@@ -277,6 +281,31 @@ class _Records:
     hops: list[int] = field(default_factory=list)
 
 
+_SPIN: Final = """
+import os
+parent = os.getppid()
+print(flush=True)
+while os.getppid() == parent:
+    for _ in range(100_000):
+        pass
+"""
+
+
+@contextlib.contextmanager
+def _busy_cores() -> Iterator[None]:
+    """Have other processes that never sleep around the body, as many as there are cores."""
+    with contextlib.ExitStack() as stack:
+        spinners = []
+        for _ in os.sched_getaffinity(0):
+            command = [sys.executable, "-S", "-c", _SPIN]
+            spinners.append(stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE)))
+            stack.callback(spinners[-1].kill)
+        for spinner in spinners:
+            assert spinner.stdout is not None
+            spinner.stdout.readline()
+        yield
+
+
 class _Recording(_Layers):
     """Small layers, recorded by a thread that runs pure Python and so keeps the GIL."""
 
@@ -292,9 +321,14 @@ class _Recording(_Layers):
         async def copying() -> _Records:
             return await self._beside_pulls(scale.records)
 
+        async def crowded() -> _Records:
+            with _busy_cores():
+                return await self._alone(scale.records)
+
         await self._verify("recorded layers", alone)
         await self._verify("layers recorded beside a pull", copying)
-        found = await in_turn({"GIL kept": alone, "GIL kept, copying": copying}, scale.repeat)
+        steps = {"GIL kept": alone, "GIL kept, copying": copying, "GIL kept, cores busy": crowded}
+        found = await in_turn(steps, scale.repeat)
         for when, rounds in found.items():
             for percent in (50, 99):
                 self._add(f"record p{percent}, {when}", [each.calls for each in rounds], percent)

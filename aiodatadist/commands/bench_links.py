@@ -1,4 +1,4 @@
-"""`bench links`: linking and unlinking many peers at once, and what links cost that do nothing."""
+"""`bench links`: linking and unlinking many peers at once."""
 
 from __future__ import annotations
 
@@ -34,35 +34,22 @@ class LinksScale:
         DataDists of the passive process that are linked at a time.
     repeat : int
         Rounds.
-    idle_seconds : float
-        How long an idle pair is watched, each round.
     """
 
     peers: int
     repeat: int
-    idle_seconds: float
 
 
 async def measure_links(
     session: Session, paths: Sequence[str], scale: LinksScale, rows: Rows, progress: Progress
 ) -> None:
-    """Measure for each transport that the paths use: time, CPU and memory of links, then the CPU of idle ones."""
+    """Measure for each transport that the paths use: time, CPU and memory of links."""
     for number, transport in enumerate(dict.fromkeys(path.partition("-")[0] for path in paths)):
         progress(f"links: {scale.peers} peers over {transport}")
         memory = await _measure_transport(session, transport, scale, rows)
         if number == 0:
             # Later links live in the memory that the first ones left.
             rows.add("links memory of a link, both sides", transport, None, [memory], "KiB", "lower")
-    progress("links: an idle pair")
-
-    async def idle() -> float:
-        before, began = await _cpu(session), perf_counter()
-        await asyncio.sleep(scale.idle_seconds)
-        return (await _cpu(session) - before) / (perf_counter() - began) * 100
-
-    found = await in_turn({"idle": idle}, scale.repeat)
-    path = "+".join(session.nodes)
-    rows.add("links CPU of both sides, idle", path, None, found["idle"], "% of a core", "lower")
 
 
 async def _measure_transport(session: Session, transport: str, scale: LinksScale, rows: Rows) -> float:
@@ -99,7 +86,6 @@ async def _measure_transport(session: Session, transport: str, scale: LinksScale
     finally:
         await session.peer.call("close_others")
     limit = _CONNECTION, found["connections"]
-    rows.add("links limit", _CONNECTION, None, found["connections"], "1/s", "higher")
     rows.add(f"links link {scale.peers} at once", transport, None, linking, "1/s", "higher", limit)
     rows.add(f"links unlink {scale.peers} at once", transport, None, unlinking, "1/s", "higher")
     rows.add("links CPU of link and unlink, both sides", transport, None, cpu, "ms", "lower")

@@ -116,21 +116,28 @@ class Half:
         for at in range(0, len(flat), _CHUNK):
             flat[at : at + _CHUNK] = _pattern(self.before + at, self.before + min(at + _CHUNK, len(flat)))
 
+    def fill_blocks(self) -> None:
+        """Write the pattern to the blocks that take part, and touch no other."""
+        self.words[self.index] = self._expected(self.index)
+
     def clear(self) -> None:
         """Zero the blocks that take part."""
         self.words[self.index] = 0
 
     def wrong(self, index: Indices) -> int:
         """Count the blocks that take part and do not hold the pattern of the blocks `index` of a filled pool."""
-        width, wrong = self.words.shape[1], 0
-        step = max(1, _CHUNK // width)
-        columns = _pattern(self.before, self.before + width) - _FACTOR
+        wrong = 0
+        step = max(1, _CHUNK // self.words.shape[1])
         for at in range(0, len(self.index), step):
             found = self.words[self.index[at : at + step]]
-            first = index[at : at + step].astype(np.uint64) * np.uint64(width)
-            expected = (first[:, None] + np.uint64(1)) * _FACTOR + columns
-            wrong += int((found != expected).any(axis=1).sum())
+            wrong += int((found != self._expected(index[at : at + step])).any(axis=1).sum())
         return wrong
+
+    def _expected(self, index: Indices) -> Words:
+        """Return what the blocks `index` of a filled pool hold."""
+        width = self.words.shape[1]
+        first = index.astype(np.uint64) * np.uint64(width)
+        return (first[:, None] + np.uint64(1)) * _FACTOR + _pattern(self.before, self.before + width) - _FACTOR
 
     # The raw operations. They return seconds, or the seconds of each block. ----------------------------------
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import mmap
 import os
+import resource
 import socket
 import struct
 import subprocess
@@ -24,13 +26,14 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 import aiodatadist as adt
 
 from .bench_memory import PEER_ID, Half, scattered
 from .failure import CommandError
 
-__all__ = ["Peer", "allocate", "config", "main", "resident"]
+__all__ = ["Peer", "allocate", "child_environment", "config", "main", "raise_files", "resident", "sparse"]
 
 # Not -m: the package imports this module, too.
 _START: Final = f"from {__name__} import main; main()"
@@ -69,9 +72,34 @@ def allocate(dd: adt.DataDist, memory: str, blocks: int, block: int, tensors: in
     return dd.cache_manager.register_blocks_cache(arrays, **options)
 
 
+def sparse(nbytes: int, block: int) -> NDArray[np.uint8]:
+    """Return blocks of memory that is taken page by page as it is touched, however much that is in all."""
+    # Python names the flag from 3.13 on; this is its value on x86-64 and aarch64.
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000))
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page for each block would be all of it, or much
+    return np.frombuffer(memory, np.uint8).reshape(-1, block)
+
+
+def raise_files() -> int:
+    """Allow this process all the open files that it may have; return how many."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard if hard != resource.RLIM_INFINITY else sys.maxsize
+
+
 def resident() -> int:
     """Return the bytes of memory that this process has touched and not given back."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment for a process that runs this very package, also from a checkout that is not installed."""
+    environment = dict(os.environ)
+    root = str(Path(adt.__file__).parent.parent)
+    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
+    return environment
 
 
 # Both ends of the line. -------------------------------------------------------------------------------------
@@ -112,18 +140,13 @@ class Peer:
     async def start(cls) -> AsyncIterator[Peer]:
         """Run the process around the body."""
         ours, theirs = socket.socketpair()
-        environment = dict(os.environ)
-        root = str(Path(adt.__file__).parent.parent)
-        if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-            # It runs this very package, also from a checkout that is not installed.
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
         with theirs:
             process = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs yet
                 [sys.executable, "-P", "-X", "faulthandler", "-c", _START, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # its reports come over the pair; what else it prints is trouble
                 pass_fds=[theirs.fileno()],
-                env=environment,
+                env=child_environment(),
                 # Ctrl-C is for the measuring process; this one ends with it.
                 start_new_session=True,
             )
@@ -188,6 +211,7 @@ class Owner:
         self._raw: list[socket.socket] = []
         self._serving: asyncio.Task[Any] | None = None
         self._others = contextlib.AsyncExitStack()
+        self._open_others: list[adt.DataDist] = []
 
     async def hello(self) -> tuple[str, str]:
         """Return the addresses for links and for raw connections."""
@@ -200,6 +224,17 @@ class Owner:
         cache = allocate(self._dd, memory, blocks, block, tensors, key=key)
         half = Half.of(cache.tensors[0], scattered(blocks, taking_part, model_id))
         half.fill()
+        await cache.ready()
+        self._caches[model_id] = cache, half
+        return half.address
+
+    async def prepare_sparse(self, model_id: int, nbytes: int, block: int, index: list[int]) -> int:
+        """Make a sparse cache in which the blocks `index` hold the pattern; return its address."""
+        cache = self._dd.cache_manager.register_blocks_cache(
+            [sparse(nbytes, block)], key=adt.BlocksCacheKey(PEER_ID, model_id)
+        )
+        half = Half.of(cache.tensors[0], np.array(index))
+        half.fill_blocks()
         await cache.ready()
         self._caches[model_id] = cache, half
         return half.address
@@ -269,13 +304,28 @@ class Owner:
         addresses = []
         for number in range(count):
             dd = adt.DataDist(PEER_ID + 1000 + number, listen="127.0.0.1:0", config=settings)
-            await self._others.enter_async_context(dd)
+            self._open_others.append(await self._others.enter_async_context(dd))
             addresses.append(str(dd.listen_address))
         return addresses
 
+    async def offer_from_others(self, model_id: int, memory: str, blocks: int, block: int) -> None:
+        """Make a cache at each of them; all hold different patterns, numbered in their order."""
+        caches = []
+        for number, dd in enumerate(self._open_others):
+            cache = allocate(dd, memory, blocks, block, 1, key=adt.BlocksCacheKey(dd.cluster_id, model_id))
+            Half.of(cache.tensors[0], np.arange(1), number).fill()
+            caches.append(cache)
+        for cache in caches:
+            await cache.ready()
+
     async def close_others(self) -> None:
         """Close what `open_others` opened."""
+        self._open_others.clear()
         await self._others.aclose()
+
+    async def raise_files(self) -> int:
+        """Allow this process all the open files that it may have."""
+        return raise_files()
 
     async def finish(self) -> None:
         """Come to an end, whatever was asked for last. The other ends of raw sockets are gone, so they wait no more."""

@@ -1,4 +1,4 @@
-"""`bench bandwidth`, `latency`, `completions`: transfers between two processes, beside raw moves of the same blocks."""
+"""`bench bandwidth`, `latency`, `completions`, `submit`: transfers between two processes, beside raw moves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .bench_peer import Peer, allocate, config
 from .bench_rows import Progress, Rows, in_turn, size_text
 from .failure import CommandError
 
-__all__ = ["MEMORY", "PATHS", "Scale", "Session"]
+__all__ = ["DIRECTIONS", "MEMORY", "PATHS", "POOL_FACTOR", "Direction", "Scale", "Session", "Site", "Window"]
 
 PATHS: Final = ("shm-mapped", "shm-process_vm", "tcp")
 MEMORY: Final = {"shm-mapped": "library", "shm-process_vm": "ordinary", "tcp": "ordinary"}
@@ -40,10 +40,24 @@ _SUBMIT_BYTES: Final = 64
 _SUBMITS: Final = 5
 _RUN: Final = 10_000
 """Neighbouring blocks that should cost what one copy costs."""
-_CPU_SECONDS: Final = 0.25
+
+# What ratios should reach on a quiet machine.
+_BANDWIDTH_TARGET: Final = 0.9
+_RUN_TARGET: Final = 1.1
+_LATENCY_BLOCK: Final = 4096
+_LATENCY_ALLOWANCE: Final = {"shm-mapped": 1.5, "shm-process_vm": 2.0}
+"""Microseconds that the await of one block of that size may take above its limit."""
+_LATENCY_TCP_TARGET: Final = 1.3
+_COMPLETIONS_TARGETS: Final = {
+    "asyncio": {"64 tasks": 0.35, "gather of 64": 0.20},
+    "uvloop": {"64 tasks": 0.35, "gather of 64": 0.25},
+}
+_SUBMIT_MICROS: Final = 150.0
+
 _ANNOUNCE_SECONDS: Final = 30.0
 
 Direction = Literal["pull", "push"]
+DIRECTIONS: Final[tuple[Direction, ...]] = ("pull", "push")
 Seconds = NDArray[np.float64]
 
 
@@ -183,7 +197,7 @@ class Session:
         cache = allocate(dd, **shape, remote=None)
         try:
             await cache.ready()
-            await self._announced(dd, key)
+            await self.announced(dd, key)
             here = Half.of(cache.tensors[0], scattered(blocks, count, -key.model_id & 0xFFFF))
             yield Site(dd, key, cache, here, Remote(self.peer.pid, address, scattered(blocks, count, key.model_id)))
         finally:
@@ -191,11 +205,11 @@ class Session:
             await self.peer.call("forget", model_id=key.model_id)
 
     @staticmethod
-    async def _announced(dd: adt.DataDist, key: adt.BlocksCacheKey) -> None:
+    async def announced(dd: adt.DataDist, key: adt.BlocksCacheKey) -> None:
         """Wait until the peer's cache is known here."""
         events = dd.events()
         async with asyncio.timeout(_ANNOUNCE_SECONDS):
-            while key not in dd.links[PEER_ID].table:
+            while key not in dd.links[key.cluster_id].table:
                 await anext(events)
 
     async def reached(self, path: str) -> str:
@@ -259,15 +273,11 @@ class Session:
     # Bandwidth. ----------------------------------------------------------------------------------------------
 
     async def bandwidth(self, paths: Sequence[str], blocks: Sequence[int]) -> None:
-        """Measure pulls and pushes of scattered blocks, and what they cost the passive process."""
+        """Measure pulls and pushes of scattered blocks, and pulls of neighbouring ones."""
         for block in blocks:
             for path in paths:
                 self._progress(f"bandwidth: {path}, blocks of {size_text(block)}")
                 await self._bandwidth(path, block)
-        for path in paths:
-            block = min(blocks, key=lambda size: abs(size - 65536))
-            self._progress(f"bandwidth: {path}, the passive side's CPU")
-            await self._passive_cpu(path, block)
         for path in paths:
             self._progress(f"bandwidth: {path}, neighbouring blocks")
             await self._runs(path, min(blocks))
@@ -275,41 +285,47 @@ class Session:
     async def _bandwidth(self, path: str, block: int) -> None:
         async with self.site(path, block, self._scale.count(block)) as site, self._copies(path, site) as copies:
             steps: dict[str, Callable[[], Awaitable[float]]] = {}
-            limits: dict[Direction, list[str]] = {"pull": [], "push": []}
+            limits: dict[Direction, list[str]] = {"pull": [], "push": []}  # all raw ways
+            held: dict[Direction, list[str]] = {"pull": [], "push": []}  # those that the library is held against
 
-            def limit(name: str, directions: Sequence[Direction], step: Callable[[], Awaitable[float]]) -> None:
+            def limit(
+                name: str, directions: Sequence[Direction], step: Callable[[], Awaitable[float]], counts: bool
+            ) -> None:
                 steps[name] = step
                 for direction in directions:
                     limits[direction].append(name)
+                    if counts:
+                        held[direction].append(name)
 
             for name, step in copies.items():
-                limit(name, ("pull", "push"), step)
+                limit(name, ("pull", "push"), step, name.startswith("NT copy"))
             if path == "shm-process_vm":
-                for direction, threads, iovecs in itertools.product(_DIRECTIONS, (1, 2), (1, 1024)):
+                for direction, threads, iovecs in itertools.product(DIRECTIONS, (1, 2), (1, 1024)):
                     name = f"{_VM_CALLS[direction]}, {_counted(threads, 'thread')}, {_counted(iovecs, 'iovec')}"
-                    limit(name, (direction,), _process_vm(site, direction, threads, iovecs))
+                    limit(name, (direction,), _process_vm(site, direction, threads, iovecs), threads * iovecs == 2048)
             if path == "tcp":
-                for direction, streams in itertools.product(_DIRECTIONS, range(1, _STREAMS + 1)):
+                for direction, streams in itertools.product(DIRECTIONS, range(1, _STREAMS + 1)):
                     name = f"raw sockets, {_counted(streams, 'stream')}, {direction}"
-                    limit(name, (direction,), _bound(self._raw_limit, site, direction, streams))
-            for direction in _DIRECTIONS:
+                    limit(name, (direction,), _bound(self._raw_limit, site, direction, streams), streams == _STREAMS)
+            for direction in DIRECTIONS:
                 steps[direction] = _timed_move(site, direction)
             pushes = {"push", *limits["push"]} - set(limits["pull"])
             # Pulls first: what is pushed back came with them.
             for name in sorted(steps, key=lambda name: name in pushes):
-                if name in _DIRECTIONS or (path, name) not in self._verified:
+                if name in DIRECTIONS or (path, name) not in self._verified:
                     await self._verify(site, name, path, steps[name], name not in pushes)
                     self._verified.add((path, name))
             seconds = await in_turn(steps, self._scale.repeat)
             speeds = {name: [site.here.nbytes / took / 1e9 for took in found] for name, found in seconds.items()}
             for name in steps:
-                if name not in _DIRECTIONS:
+                if name not in DIRECTIONS:
                     self._rows.add("bandwidth limit", name, block, speeds[name], "GB/s", "higher")
-            for direction in _DIRECTIONS:
-                best = max(limits[direction], key=lambda name: float(np.median(speeds[name])))
+            for direction in DIRECTIONS:
+                best = max(held[direction], key=lambda name: float(np.median(speeds[name])))
                 self._rows.add(
-                    f"bandwidth {direction}", path, block, speeds[direction], "GB/s", "higher", (best, speeds[best])
-                )
+                    f"bandwidth {direction}", path, block, speeds[direction], "GB/s", "higher",
+                    (best, speeds[best]), _BANDWIDTH_TARGET,
+                )  # fmt: skip
 
     @contextlib.asynccontextmanager
     async def _copies(self, path: str, site: Site) -> AsyncIterator[dict[str, Callable[[], Awaitable[float]]]]:
@@ -339,20 +355,6 @@ class Session:
         finally:
             await site.dd.cache_manager.unregister_cache(cache)
 
-    async def _passive_cpu(self, path: str, block: int) -> None:
-        async with self.site(path, block, self._scale.count(block)) as site:
-            await site.move("pull")
-
-            async def step() -> float:
-                before, began = await self.peer.call("cpu"), perf_counter()
-                while perf_counter() - began < _CPU_SECONDS:
-                    await site.move("pull")
-                took = perf_counter() - began
-                return float(await self.peer.call("cpu") - before) / took * 100
-
-            found = await in_turn({"cpu": step}, self._scale.repeat)
-        self._rows.add("bandwidth owner's CPU", path, block, found["cpu"], "% of a core", "lower")
-
     async def _runs(self, path: str, block: int) -> None:
         count = min(_RUN, self._scale.count(block))
         async with self.site(path, block, count, count) as small, self.site(path, block * count, 1, 1) as large:
@@ -372,9 +374,11 @@ class Session:
             if not np.array_equal(small.here.words.reshape(-1), large.here.words.reshape(-1)):
                 raise CommandError(f"neighbouring blocks over {path} are not what was sent")
             found = await in_turn(steps, self._scale.repeat * 3)
-        speeds = {name: [block * count / took / 1e9 for took in samples] for name, samples in found.items()}
-        name = f"one block of {count * block:,} bytes"
-        self._rows.add("bandwidth neighbours", path, block, speeds["blocks"], "GB/s", "higher", (name, speeds["one"]))
+        millis = {name: [took * 1e3 for took in samples] for name, samples in found.items()}
+        self._rows.add(
+            f"bandwidth pull of {count:,} neighbours", path, block, millis["blocks"], "ms", "lower",
+            (f"one block of {count * block:,} bytes", millis["one"]), _RUN_TARGET,
+        )  # fmt: skip
 
     # Latency. ------------------------------------------------------------------------------------------------
 
@@ -413,7 +417,7 @@ class Session:
 
                 steps["memcpy"] = copy
                 limits = {"pull": "memcpy", "push": "memcpy"}
-            for direction in _DIRECTIONS:
+            for direction in DIRECTIONS:
                 if path == "shm-process_vm":
                     limits[direction] = _VM_CALLS[direction]
                     steps[limits[direction]] = _process_vm_each(site, direction, window)
@@ -436,12 +440,13 @@ class Session:
             micros = {
                 name: [float(np.percentile(each, percent)) * 1e6 for each in rounds] for name, rounds in found.items()
             }
-            for name in dict.fromkeys(limits.values()):
-                self._rows.add(f"latency limit p{percent}", name, site.here.block, micros[name], "us", "lower")
-            for direction in _DIRECTIONS:
+            for direction in DIRECTIONS:
                 limit = limits[direction], micros[limits[direction]]
+                target = None
+                if (direction, percent, site.here.block) == ("pull", 50, _LATENCY_BLOCK):
+                    target = _latency_target(path, float(np.median(limit[1])))
                 name = f"latency {direction} p{percent}"
-                self._rows.add(name, path, site.here.block, micros[direction], "us", "lower", limit)
+                self._rows.add(name, path, site.here.block, micros[direction], "us", "lower", limit, target)
 
     async def _blocking(self, path: str, site: Site) -> None:
         """Measure blocking calls of the drop-in in a thread, beside the await with a wake-up before and behind it."""
@@ -463,17 +468,15 @@ class Session:
 
     # Completions. --------------------------------------------------------------------------------------------
 
-    async def completions(self, paths: Sequence[str], blocks: Sequence[int]) -> None:
-        """Measure awaited transfers per second, and what submitting a large one takes from the loop."""
+    async def completions(self, paths: Sequence[str], blocks: Sequence[int], loop: str) -> None:
+        """Measure awaited transfers per second on the event loop that runs, whose name is `loop`."""
         for block in blocks:
             for path in paths:
-                self._progress(f"completions: {path}, blocks of {size_text(block)}")
+                self._progress(f"completions: {path}, blocks of {size_text(block)}, {loop}")
                 async with self.site(path, block, self._scale.count(block)) as site:
-                    await self._completions(path, site)
-        self._progress(f"completions: submit over {paths[0]}")
-        await self._submit(paths[0])
+                    await self._completions(path, site, loop)
 
-    async def _completions(self, path: str, site: Site) -> None:
+    async def _completions(self, path: str, site: Site, loop: str) -> None:
         count = min(self._scale.samples * (1 if path == "tcp" else 8), len(site.here.index))
         # Lists of one block, as a scheduler has them.
         pairs = [([int(there)], [int(here)]) for there, here in zip(site.remote.index, site.here.index, strict=True)]
@@ -524,47 +527,59 @@ class Session:
                 raise CommandError(f"{_TASKS} tasks over {path}: {wrong} blocks are not what was sent")
             await gathered()
             found = await in_turn(steps, self._scale.repeat)
-        block = site.here.block
-        self._rows.add("completions limit", limit, block, found[limit], "1/s", "higher")
-        for name in ("64 tasks", "gather of 64"):
-            self._rows.add(f"completions {name}", path, block, found[name], "1/s", "higher", (limit, found[limit]))
+        for name, target in _COMPLETIONS_TARGETS[loop].items():
+            self._rows.add(
+                f"completions {name}, {loop}", path, site.here.block, found[name], "1/s", "higher",
+                (limit, found[limit]), target if path != "tcp" and site.here.block == _LATENCY_BLOCK else None,
+            )  # fmt: skip
+
+    # Submit. -------------------------------------------------------------------------------------------------
+
+    async def submit(self, paths: Sequence[str]) -> None:
+        """Measure what starting a transfer of many blocks takes from the loop's thread."""
+        for path in paths:
+            self._progress(f"submit: {path}")
+            await self._submit(path)
 
     async def _submit(self, path: str) -> None:
         blocks = POOL_FACTOR * _SUBMIT_BLOCKS
-        async with (
-            self.site(path, _SUBMIT_BYTES, _SUBMIT_BLOCKS, blocks, _SUBMIT_TENSORS) as many,
-            self.site(path, _SUBMIT_BYTES, _SUBMIT_BLOCKS, blocks) as one,
-        ):
+        shape = _SUBMIT_BYTES, _SUBMIT_BLOCKS, blocks
+        async with self.site(path, *shape, _SUBMIT_TENSORS) as many, self.site(path, *shape) as one:
 
-            def submit(site: Site) -> Callable[[], Awaitable[float]]:
+            def submit(site: Site, source: Any, target: Any) -> Callable[[], Awaitable[float]]:
                 async def step() -> float:
                     took = []
                     for _ in range(_SUBMITS):
                         began = perf_counter()
-                        transfer = site.move("pull")
+                        transfer = site.dd.cache_manager.pull_blocks(site.key, site.cache, source, target)
                         took.append(perf_counter() - began)
                         await transfer
                     return float(np.median(took)) * 1e6
 
                 return step
 
-            await self._verify(many, "submit", path, submit(many), True)
-            found = await in_turn({"many": submit(many), "one": submit(one)}, self._scale.repeat)
-        self._rows.add(
-            f"completions submit of {_SUBMIT_BLOCKS:,} blocks x {_SUBMIT_TENSORS} tensors",
-            path,
-            _SUBMIT_BYTES,
-            found["many"],
-            "us",
-            "lower",
-            ("the same with 1 tensor", found["one"]),
-        )
+            steps = {}
+            for site, tensors in ((many, f"{_SUBMIT_TENSORS} tensors"), (one, "1 tensor")):
+                there, here = site.remote.index, site.here.index
+                steps[f"{tensors}, arrays"] = submit(site, there, here)
+                steps[f"{tensors}, lists"] = submit(site, there.tolist(), here.tolist())
+                await self._verify(site, "submit", path, steps[f"{tensors}, lists"], True)
+                await self._verify(site, "submit", path, steps[f"{tensors}, arrays"], True)
+            found = await in_turn(steps, self._scale.repeat)
+        limit = f"{_SUBMIT_MICROS / 1e3} ms", [_SUBMIT_MICROS]
+        for name, micros in found.items():
+            name = f"submit {_SUBMIT_BLOCKS:,} blocks x {name}"
+            self._rows.add(name, path, _SUBMIT_BYTES, micros, "us", "lower", limit, 1.0)
 
 
 # Steps. -----------------------------------------------------------------------------------------------------
 
-_DIRECTIONS: Final[tuple[Direction, ...]] = ("pull", "push")
 _VM_CALLS: Final = {"pull": "process_vm_readv", "push": "process_vm_writev"}
+
+
+def _latency_target(path: str, limit: float) -> float:
+    """Return the ratio that the await of one small block should keep, beside a limit in microseconds."""
+    return _LATENCY_TCP_TARGET if path == "tcp" else 1 + _LATENCY_ALLOWANCE[path] / limit
 
 
 def _counted(count: int, what: str) -> str:
