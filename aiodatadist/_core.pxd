@@ -249,6 +249,7 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
         cbool node_quiet(const shared_ptr[CNode] &node)
         cbool wait_node_quiet(const shared_ptr[CNode] &node, uint64_t timeout_ns) except +
         void close_node(const shared_ptr[CNode] &node) except +
+        void tell(const shared_ptr[CNode] &node, cbool peers, cbool layers) except +
         vector[CPendingRow] pending(const shared_ptr[CNode] &node) except +
         adt_status_t connect(
             const shared_ptr[CNode] &node, const CConnectRequest &request, shared_ptr[CPeer] &out,

@@ -528,6 +528,11 @@ cdef class Node:
             quiet = engine.wait_node_quiet(self.node, ns)
         return quiet
 
+    def tell(self, *, bint peers, bint layers):
+        """Say what the loop hears: what peers did to local memory; each layer that lands, at once, and not only with
+        what comes next. Both at first."""
+        self.engine.get().tell(self.node, peers, layers)
+
     def close(self):
         """Forget the node: its events are dropped from now on."""
         self.engine.get().close_node(self.node)

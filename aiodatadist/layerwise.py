@@ -35,6 +35,7 @@ from .types import U32_MAX, as_integer, shown
 if TYPE_CHECKING:
     from ._loop import Timer
     from .cache import CacheManager
+    from .control.events import Readers
     from .control.links import Link
     from .control.table import RemoteEntry
     from .registry import Cache
@@ -293,10 +294,11 @@ class TransferTask(Transfer[list[LayerTransferResult]]):
     a target is in its result and does not raise; only a cancel does. Cancelling drains all targets.
     """
 
-    __slots__ = ("_log", "_readers", "_source", "_targets", "_times", "_unfinished")
+    __slots__ = ("_log", "_loop_readers", "_readers", "_source", "_targets", "_times", "_unfinished")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, readers: Readers) -> None:
         super().__init__(loop=loop)
+        self._loop_readers = readers
         self._targets: list[_Target] = []
         self._log: list[tuple[int, int]] = []
         self._times: list[int] = []
@@ -345,7 +347,8 @@ class TransferTask(Transfer[list[LayerTransferResult]]):
             reader = self.get_loop().create_future()
             self._readers.append(reader)
             try:
-                await reader
+                with self._loop_readers.of_layers():
+                    await reader
             finally:
                 if reader in self._readers:
                     self._readers.remove(reader)
@@ -439,7 +442,7 @@ def start(
     needed = sorted({layer for layers_of, _ in checked for layer in layers_of})
     source = open_source(layers, needed, num_layers, manager._runtime, seconds)
 
-    task = TransferTask(manager._loop)
+    task = TransferTask(manager._loop, manager._dd._center.readers)
     task._source = source
     task._targets = [_Target(task, i, config, *checked[i]) for i, config in enumerate(configs)]
     task._unfinished = len(configs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 import aiodatadist as adt
 
 from .pairs import OWNER, Pair, pattern
-from .waiting import PATIENCE, until
+from .waiting import PATIENCE
 
 LAYERS = 4
 SRC, DST = [1, 2, 3, 7], [5, 6, 4, 0]
@@ -46,4 +47,9 @@ def layers_there(here: adt.Cache, there: adt.Cache) -> list[int]:
 
 async def landed(task: adt.TransferTask, count: int) -> None:
     """Wait until so many layers of so many targets have landed."""
-    await until(lambda: len(task._log) >= count)
+    seen = 0
+    async with asyncio.timeout(PATIENCE):
+        async for _ in task.layers():
+            seen += 1
+            if seen == count:
+                return

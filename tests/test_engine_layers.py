@@ -167,7 +167,7 @@ def test_a_layer_that_will_not_come_ends_the_operation(path: str, mode: str, how
     with case(path, mode) as c:
         call, half = c.start(blocks=c.blocks[:4]), c.start(EACH[:2], c.blocks[4:])
         c.record(0, 1)
-        c.r.run(lambda: half.ended)
+        c.r.run(lambda: half.ended and len(call.landed) == 2)
         if how == "fail":
             c.gate.fail(3)
         else:

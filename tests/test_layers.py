@@ -697,14 +697,82 @@ async def test_a_gate_forgets_who_has_waited() -> None:
             assert gate.waiting == 0
 
 
-def copy_policies() -> list[int]:
-    """Return the scheduling policies of the copy threads."""
+async def test_layers_wake_a_loop_only_while_somebody_reads_them() -> None:
+    async with linked() as pair:
+        here, there = await both(pair)
+        wakes: list[None] = []  # both sides share the loop, and so its ring
+        pair.user._center._watch.add_listener(lambda: wakes.append(None))
+        gates = [adt.LayerGate(LAYERS) for _ in range(2)]
+        task = push(pair, here, gates[0])
+        for layer in range(3):
+            gates[0].record(layer)
+        await until(lambda: layers_there(here, there) == [0, 1, 2])
+        await asyncio.sleep(0.05)  # what wakes the loop would have done so
+        assert not wakes
+        async with asyncio.timeout(PATIENCE):
+            assert [await anext(reader) for reader in [task.layers()] for _ in range(3)] == [(0, 0), (0, 1), (0, 2)]
+        gates[0].record(3)
+        assert (await task)[0].error is None
+
+        events = pair.owner.events()
+        task = push(pair, here, gates[1])
+        gates[1].record(0)
+        async with asyncio.timeout(PATIENCE):
+            while not isinstance(await anext(events), adt.LayerArrived):
+                pass
+        del events
+        gc.collect()
+        gates[1].record(1)  # is told to nobody, who hears no more from then on
+        await until(lambda: not pair.owner._center.readers._of_peers)
+        there.tensors[4][:] = 0
+        wakes.clear()
+        gates[1].record(2)
+        await until(lambda: 2 in layers_there(here, there))
+        await asyncio.sleep(0.05)
+        assert not wakes
+        gates[1].record(3)
+        assert (await task)[0].error is None
+
+
+def copy_threads() -> list[int]:
+    """Return the ids of the copy threads."""
     found = []
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as comm:
             if comm.read() == "adt-copy\n":
-                found.append(os.sched_getscheduler(int(task)))
+                found.append(int(task))
     return found
+
+
+def copy_policies() -> list[int]:
+    """Return the scheduling policies of the copy threads."""
+    return [os.sched_getscheduler(thread) for thread in copy_threads()]
+
+
+async def test_copy_threads_leave_the_processor_of_a_model_and_keep_their_own() -> None:
+    usable = os.sched_getaffinity(0)
+
+    def model(gate: adt.LayerGate, cpu: int) -> None:
+        os.sched_setaffinity(0, {cpu})
+        for layer in range(LAYERS):
+            gate.record(layer)
+            until = time.thread_time() + 0.002
+            while time.thread_time() < until:
+                pass
+
+    async with linked() as pair:
+        here, there = await both(pair)
+        for cpu in sorted(usable):
+            for _ in range(10):
+                there.tensors[0][:] = 0
+                gate = adt.LayerGate(LAYERS)
+                task = push(pair, here, gate)
+                thread = threading.Thread(target=model, args=(gate, cpu))
+                thread.start()
+                await task
+                thread.join()
+                assert layers_there(here, there) == [0, 1, 2, 3]
+        assert [os.sched_getaffinity(thread) for thread in copy_threads()] == [usable] * adt.Config().copy_threads
 
 
 async def test_copy_threads_do_not_take_the_core_of_who_wakes_them() -> None:

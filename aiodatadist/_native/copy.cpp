@@ -117,6 +117,19 @@ void yield_to_whoever_posts() {
     if (sched_getscheduler(0) == SCHED_OTHER) sched_setscheduler(0, SCHED_BATCH, &none);
 }
 
+// Moves this thread to another processor if it runs on this one. The kernel wakes a thread where it last ran, or beside
+// the one that wakes it, if no processor is idle at that moment; and then it may stay there, sharing with a model that
+// computes, while another idles (measured: up to a third of all layers, 0.5 ms each).
+void leave_processor(int cpu) {
+    if (cpu < 0 || sched_getcpu() != cpu) return;
+    cpu_set_t all;
+    CPU_ZERO(&all);
+    if (sched_getaffinity(0, sizeof(all), &all) != 0 || !CPU_ISSET(cpu, &all) || CPU_COUNT(&all) < 2) return;
+    cpu_set_t others = all;
+    CPU_CLR(cpu, &others);
+    if (sched_setaffinity(0, sizeof(others), &others) == 0) sched_setaffinity(0, sizeof(all), &all);
+}
+
 }  // namespace
 
 CopyKernel stream_copy() {
@@ -209,6 +222,7 @@ void CopyPool::work() {
             adt_batch_t *batch = queue_.front();
             queue_.pop_front();
             lock.unlock();
+            leave_processor(batch->model_cpu);
             run_(batch);
             lock.lock();
         } else if (stopping_) {

@@ -93,12 +93,12 @@ Ring::Ring() : fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     if (!fd_) throw std::system_error(errno, std::generic_category(), "eventfd");
 }
 
-void Ring::push(const Event &event) {
+void Ring::push(const Event &event, bool wakes) {
     bool first = false;
     {
         const std::lock_guard<std::mutex> lock(mu_);
         waiting_.push_back(event);
-        first = std::exchange(armed_, false);
+        if (wakes) first = std::exchange(armed_, false);
     }
     if (first) wake();
 }
@@ -684,6 +684,7 @@ void Engine::pump(Section &s, Lane &lane) {
         const Transport &transport = transports_[op.remote->transport];
         Batch *batch = take_batch();
         batch->beside_model = waits_for_model(&op);
+        batch->post.model_cpu = batch->beside_model ? op.layers->model_cpu : -1;
         if (batch->beside_model) ++lane.beside_model;
         bool more = cut(op, *batch);
         if (op.layers && !more) {

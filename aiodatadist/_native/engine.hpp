@@ -74,7 +74,7 @@ class Ring : Counted<Live::ring> {
   public:
     Ring();
     int fd() const { return fd_.get(); }
-    void push(const Event &event);
+    void push(const Event &event, bool wakes = true);
     // Moves everything that waits into `out` and arms: a push after this call writes the descriptor again, and
     // since both happen under one lock no completion can fall between the last look and the arming.
     void take(std::vector<Event> &out);
@@ -183,6 +183,7 @@ struct LayerWork {
     bool waiting = false;         // the gate calls when it logs something
     size_t entries_read = 0;      // of the gate's log
     std::vector<uint32_t> ready;  // recorded layers, in their order
+    int32_t model_cpu = -1;       // where the last was recorded
     size_t next = 0;              // the one of them that is being cut
     bool begun = false;           // ... of which something is cut
     uint32_t landed = 0;
@@ -407,7 +408,9 @@ struct Node : Counted<Live::node> {
     // under Engine::mu_
     std::unordered_map<uint64_t, std::shared_ptr<LocalCache>> caches;
     std::unordered_map<uint64_t, std::shared_ptr<Peer>> peers;
-    std::shared_ptr<Peer> self;  // from the first local copy until the node is closed and they have ended
+    std::shared_ptr<Peer> self;    // from the first local copy until the node is closed and they have ended
+    bool hears_peers = true;       // what peers did to local memory is told; else nobody would hear it
+    bool wakes_for_layers = true;  // a layer that has landed wakes the loop; else it is told with what comes next
     bool closed = false;
 };
 
@@ -522,6 +525,8 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
     bool node_quiet(const std::shared_ptr<Node> &node);
     bool wait_node_quiet(const std::shared_ptr<Node> &node, uint64_t timeout_ns);  // blocks
     void close_node(const std::shared_ptr<Node> &node);
+    // Says what the node's loop hears: see Node.
+    void tell(const std::shared_ptr<Node> &node, bool peers, bool layers);
     std::vector<PendingRow> pending(const std::shared_ptr<Node> &node);
 
     // Takes over every descriptor in `request`, whatever comes of it.
@@ -656,7 +661,7 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
     void close_imports(Section &s, Peer &peer, uint64_t cache);
     static bool nothing_left(const Node &node);
     static bool answers_late(const Peer &peer, uint64_t now);
-    void emit(const Node &node, const Event &event) const { node.ring->push(event); }
+    void emit(const Node &node, const Event &event, bool wakes = true) const { node.ring->push(event, wakes); }
 
     // leases.cpp
     bool handle_lease(Section &s, Peer &peer, const WireMessage &message);

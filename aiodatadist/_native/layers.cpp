@@ -2,6 +2,7 @@
 // Gates, and what the engine does with them: an operation at a gate is cut layer by layer, in the order of recording.
 #include "layers.hpp"
 
+#include <sched.h>
 #include <time.h>
 
 #include <algorithm>
@@ -78,7 +79,7 @@ void Gate::drop() {
         for (uint32_t i = 0; i < state_.size(); ++i) {
             if (state_[i] != State::open) continue;
             state_[i] = State::failed;
-            log_.push_back({i, true, now});
+            log_.push_back({i, true, now, -1});
         }
     }
     tell();
@@ -91,7 +92,7 @@ Gate::Outcome Gate::log(uint32_t layer, bool failed) {
     if (dropped_) return Outcome::dropped;
     if (state_[layer] != State::open) return Outcome::repeated;
     state_[layer] = failed ? State::failed : State::recorded;
-    log_.push_back({layer, failed, now});
+    log_.push_back({layer, failed, now, sched_getcpu()});
     return Outcome::ok;
 }
 
@@ -298,6 +299,7 @@ void Engine::follow_gate(Section &s, Op &op) {
         const uint32_t layer = entry.layer - work.first_layer;
         work.layers[layer].recorded_ns = options_.stepped ? clock_.now_ns() : entry.at_ns;
         work.ready.push_back(layer);
+        work.model_cpu = entry.cpu;
     }
     if (work.ready.size() == work.layers.size()) leave_gate(op);
     land_empty(s, op);
@@ -349,7 +351,7 @@ void Engine::land_layer(Section &s, Op &op, uint32_t layer) {
     event.bytes = clock_.now_ns() - std::min(clock_.now_ns(), work.layers[layer].recorded_ns);
     event.opcode = op.opcode;
     event.cookie = op.cookie;
-    emit(*peer.node, event);
+    emit(*peer.node, event, peer.node->wakes_for_layers);
 }
 
 // One side takes its cache back: whoever waits at a gate might wait for long, and the closing with it. Those that have

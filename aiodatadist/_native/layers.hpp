@@ -27,6 +27,7 @@ class Gate : Counted<Live::gate> {
         uint32_t layer;
         bool failed;
         uint64_t at_ns;  // CLOCK_MONOTONIC, when the call began
+        int32_t cpu;     // of the thread that called
     };
 
     explicit Gate(uint32_t layers) : state_(layers, State::open) {}

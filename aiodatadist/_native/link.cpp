@@ -87,6 +87,13 @@ bool Engine::wait_node_quiet(const std::shared_ptr<Node> &node, uint64_t timeout
     return quiet_cv_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [&] { return nothing_left(*node); });
 }
 
+void Engine::tell(const std::shared_ptr<Node> &node, bool peers, bool layers) {
+    if (in_forked_child()) return;
+    Section s(*this);
+    node->hears_peers = peers;
+    if (!std::exchange(node->wakes_for_layers, layers) && layers) node->ring->wake();  // for those that wait
+}
+
 void Engine::close_node(const std::shared_ptr<Node> &node) {
     if (in_forked_child()) return;
     Section s(*this);
@@ -606,9 +613,10 @@ void Engine::read_wire(Section &s, Peer &peer) {
     }
 }
 
-// Passes on to the loop what a peer did to local memory, unless so much waits there that the loop is behind.
+// Passes on to the loop what a peer did to local memory, if it hears that, unless so much waits there that it is
+// behind.
 void Engine::inform(const Peer &peer, EventKind kind, const WireMessage &message) {
-    if (peer.node->ring->crowded()) return;
+    if (!peer.node->hears_peers || peer.node->ring->crowded()) return;
     Event event;
     event.kind = kind;
     event.status = message.status;

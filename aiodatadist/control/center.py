@@ -29,7 +29,7 @@ from ..errors import ClosedError, MemoryStillExposed, OutOfMemoryError, Transpor
 from ..observe import Counters, PendingOperation, get_logger
 from ..types import LinkStateChanged
 from . import wire
-from .events import EventHub, Inbox
+from .events import EventHub, Inbox, Readers
 from .handshake import Handshaker, Own, SessionDoor
 from .hostproof import HostDoor
 from .leases import LeaseBook
@@ -184,7 +184,8 @@ class Center:
         self._stop, self._over = runtime.event(), runtime.event()
         self._waiting = Waiting(runtime)
         self._tasks = Tasks()
-        self.events = EventHub(runtime)
+        self.readers = Readers(self.node)
+        self.events = EventHub(runtime, self.readers)
         self.inbox = Inbox(runtime, lambda cluster_id: self.links.notification_read(cluster_id))
         self.peers = NativePeers(runtime, self.events.publish)
         self.own = Own(

@@ -6,9 +6,10 @@ one inbox, and readers compete.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -17,9 +18,10 @@ from ..types import Event, Notification
 if TYPE_CHECKING:
     import asyncio
 
+    from .. import _core
     from .._loop import Runtime
 
-__all__ = ["EventHub", "EventStream", "EventsLagged", "Inbox", "NotificationStream"]
+__all__ = ["EventHub", "EventStream", "EventsLagged", "Inbox", "NotificationStream", "Readers"]
 
 EVENTS_KEPT: Final = 4096
 """Events that wait for one slow reader."""
@@ -120,23 +122,67 @@ class EventStream:
         self._end()
 
 
+class Readers:
+    """What wakes the event loop only while somebody reads it: what peers did to local memory, and layers that land.
+
+    A model that computes beside the loop pays for each time the loop wakes.
+
+    Parameters
+    ----------
+    node : _core.Node
+    """
+
+    def __init__(self, node: _core.Node) -> None:
+        self._node = node
+        self._of_peers = False
+        self._of_layers = 0
+        self._tell()
+
+    def read_peers(self, reading: bool) -> None:
+        """Say whether anybody reads what peers do."""
+        if reading is not self._of_peers:
+            self._of_peers = reading
+            self._tell()
+
+    @contextlib.contextmanager
+    def of_layers(self) -> Iterator[None]:
+        """Read layers that land, and first those that have."""
+        self._of_layers += 1
+        if self._of_layers == 1:
+            self._tell()
+        try:
+            yield
+        finally:
+            self._of_layers -= 1
+            if not self._of_layers:
+                self._tell()
+
+    def _tell(self) -> None:
+        self._node.tell(peers=self._of_peers, layers=self._of_layers > 0)
+
+
 class EventHub:
     """Gives events to all streams."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, readers: Readers) -> None:
         self._runtime = runtime
+        self._readers = readers
         self._streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
         self.closed = False
 
     def publish(self, event: Event) -> None:
         """Give an event to every stream."""
-        for stream in tuple(self._streams):
+        streams = tuple(self._streams)
+        for stream in streams:
             stream._put(event)
+        if not streams:  # the last may just have been dropped
+            self._readers.read_peers(False)
 
     def stream(self) -> EventStream:
         """Make a stream that begins now."""
         stream = EventStream(self)
         self._streams.add(stream)
+        self._readers.read_peers(True)
         return stream
 
     def close(self) -> None:

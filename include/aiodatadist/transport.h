@@ -134,6 +134,7 @@ typedef struct adt_batch {
     uint64_t op_id;
     uint32_t epoch;      /* the last fence of the owner that the operation had seen when it started */
     uint32_t loop_waits; /* 1: short, and the loop's thread may receive the answer (loop_fd) */
+    int32_t model_cpu;   /* the processor of a model that computes meanwhile, to be left to it; -1: none */
 } adt_batch_t;
 
 typedef struct adt_completion {
