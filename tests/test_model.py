@@ -96,6 +96,37 @@ class TestReproducible:
         assert same_bits(logits, expected)
         assert block_digests(pieces, table, len(tokens)) == block_digests(whole, table, len(tokens))
 
+    def test_a_batch_gives_each_text_the_bits_it_has_alone(self, model: Model) -> None:
+        lengths = (1, 15, 16, 17, 60, 111)
+        texts = [prompt_tokens(20 + index, 200)[:length] for index, length in enumerate(lengths)]
+        kv, table = garbage_cache(model), shuffled_table(7)
+        tables = []
+        for tokens in texts:
+            needed = len(tokens) // BLOCK_SIZE + 1
+            tables.append(table[:needed])
+            table = table[needed:]
+            model.prefill(tokens, kv, tables[-1])
+        alone = []
+        for tokens, own in zip(texts, tables, strict=True):
+            alone.append(model.decode_step(65, len(tokens), [each.copy() for each in kv], own))
+        for size in range(1, len(texts) + 1):
+            for chosen in (range(size), range(len(texts) - size, len(texts))):
+                logits = model.decode_batch([65] * size, [lengths[i] for i in chosen], kv, [tables[i] for i in chosen])
+                assert all(same_bits(row, alone[i]) for row, i in zip(logits, chosen, strict=True))
+
+    def test_a_batch_refuses_what_fits_no_table(self, model: Model) -> None:
+        kv = garbage_cache(model)
+        for tokens, positions, tables in (
+            ([], [], []),
+            ([1, 2], [0], [[0]]),
+            ([1], [16], [[0]]),
+            ([1], [-1], [[0]]),
+            ([9999], [0], [[0]]),
+            ([1], [0], [[NUM_BLOCKS]]),
+        ):
+            with pytest.raises(ValueError):
+                model.decode_batch(tokens, positions, kv, tables)
+
     def test_split_run_equals_reference(self, model: Model) -> None:
         tokens = prompt_tokens(4)
         reference_kv, reference_table = garbage_cache(model), list(range(NUM_BLOCKS))

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 import aiodatadist
 from aiodatadist.errors import DataDistError, UsageError
 
-from . import bench, demo, doctor
+from . import bench, demo, doctor, serve
 from .failure import CommandError
 
 __all__ = ["CommandError", "main"]
 
-COMMANDS = (bench, demo, doctor)
+COMMANDS = (bench, demo, doctor, serve)
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

@@ -20,14 +20,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 import random
 import secrets
 import shutil
 import signal
 import statistics
 import sys
-import sysconfig
 import textwrap
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -35,10 +33,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
-import aiodatadist
 from aiodatadist.model import MODEL_NAMES, LanguageModel, ModelConfig, Tokenizer, find_model
 
 from . import demo_messages as msg
+from .children import child_environment
 from .failure import CommandError
 
 __all__ = ["NAME", "SUMMARY", "add_arguments", "run"]
@@ -122,7 +120,7 @@ class Node:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=_LINE_LIMIT,
-            env=_environment(),
+            env=child_environment(),
             # Ctrl-C is for the demo, which then ends its nodes.
             start_new_session=True,
         )
@@ -193,18 +191,6 @@ class Node:
         assert self.process.stdout is not None
         await self.process.stdout.read()  # to its end, or the pipe's transport outlives the loop
         await self._errors
-
-
-def _environment() -> dict[str, str]:
-    environment = dict(os.environ)
-    # Several BLAS threads divide a product differently, and its last bits differ with that.
-    for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "BLIS_NUM_THREADS"):
-        environment[variable] = "1"
-    root = str(Path(aiodatadist.__file__).parent.parent)
-    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        # The nodes run this very package, also from a checkout that is not installed.
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    return environment
 
 
 @contextlib.asynccontextmanager

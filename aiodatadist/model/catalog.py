@@ -10,7 +10,7 @@ from .smollm2 import SmolLM2
 from .transformer import Model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
 MODEL_NAMES: Final = ("small", "smollm2")
@@ -24,6 +24,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens with which the model answers `text`: all that belongs ahead and after is there."""
+
+    def encode_chat(self, turns: Sequence[tuple[str, str]]) -> list[int]:
+        """Return the tokens of a chat of pairs of role and text, up to where the model's own turn goes on."""
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of `tokens`, whatever they are; what stands for no text vanishes."""

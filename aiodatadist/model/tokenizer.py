@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 BOS: Final = 256
 """Begins every text, so that position 0 is the same for all prompts."""
@@ -19,6 +19,11 @@ VOCAB_SIZE: Final = 258
 def encode(text: str) -> list[int]:
     """Return the tokens of a text that begins here: `BOS`, then its UTF-8 bytes."""
     return [BOS, *text.encode("utf-8")]
+
+
+def encode_chat(turns: Sequence[tuple[str, str]]) -> list[int]:
+    """Return the tokens of a chat: the texts of its turns, a line each. The model that ships knows no roles."""
+    return encode("\n".join(text for _, text in turns))
 
 
 def decode(tokens: Iterable[int]) -> str:

@@ -16,6 +16,7 @@ text.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -252,8 +253,82 @@ class Model:
             raise ValueError(f"block table names a block outside 0..{kv[0].shape[0] - 1}")
 
         positions = np.arange(start, end)
-        blocks, rows = used[positions // block_size], positions % block_size
-        cos, sin = self._cos[start:end], self._sin[start:end]
+
+        def attend(q: Array, of: NDArray[np.integer], key_cache: Array, value_cache: Array) -> Array:
+            return self._attend(q, of, key_cache, value_cache, used)
+
+        # Below the last layer's keys and values only the last row has a reader: its logits.
+        logits = self._forward(ids, positions, kv, used[positions // block_size], attend, slice(-1, None), on_layer)
+        return cast("Array", logits[0])
+
+    def decode_batch(
+        self, tokens: Sequence[int], positions: Sequence[int], kv: KVCache, block_tables: Sequence[BlockTable]
+    ) -> Array:
+        """Compute one token of each of several texts: `decode_step` for all of them at once, to the same bits.
+
+        Nothing is padded: a row is computed by the same calls, of the same shapes, whoever else is in the batch.
+
+        Parameters
+        ----------
+        tokens, positions, block_tables
+            Token, its position and block table of each text; at least one. No two texts write the same block.
+        kv
+            The cache they share.
+
+        Returns
+        -------
+        logits
+            float32 `[texts, vocab]`.
+
+        Raises
+        ------
+        ValueError
+            A token, a position or the cache does not fit the model or its block table.
+        """
+        c = self.config
+        ids, at = np.asarray(tokens, dtype=np.int64), np.asarray(positions, dtype=np.int64)
+        if ids.ndim != 1 or ids.size == 0 or not ids.size == at.size == len(block_tables):
+            raise ValueError("a batch needs one token, position and block table for each text, and at least one text")
+        if ids.min() < 0 or ids.max() >= c.vocab:
+            raise ValueError(f"tokens are 0..{c.vocab - 1}")
+        if at.min() < 0 or at.max() >= c.max_positions:
+            raise ValueError(f"positions are 0..{c.max_positions - 1}")
+        block_size = self._check_cache(kv)
+        tables = [
+            np.asarray(table, dtype=np.intp)[: position // block_size + 1]
+            for table, position in zip(block_tables, at.tolist(), strict=True)
+        ]
+        for table, position in zip(tables, at.tolist(), strict=True):
+            if table.size <= position // block_size:
+                raise ValueError(f"position {position} is beyond its block table")
+            if table.min() < 0 or table.max() >= kv[0].shape[0]:
+                raise ValueError(f"block table names a block outside 0..{kv[0].shape[0] - 1}")
+
+        def attend(q: Array, of: NDArray[np.integer], key_cache: Array, value_cache: Array) -> Array:
+            return np.concatenate(
+                [
+                    self._attend(q[row : row + 1], of[row : row + 1], key_cache, value_cache, table)
+                    for row, table in enumerate(tables)
+                ]
+            )
+
+        blocks = np.array([table[-1] for table in tables], dtype=np.intp)
+        return self._forward(ids, at, kv, blocks, attend, slice(None), None)
+
+    def _forward(
+        self,
+        ids: NDArray[np.integer],
+        positions: NDArray[np.integer],
+        kv: KVCache,
+        blocks: NDArray[np.intp],
+        attend: Callable[[Array, NDArray[np.integer], Array, Array], Array],
+        readers: slice,
+        on_layer: Callable[[int], None] | None,
+    ) -> Array:
+        """Run all layers over rows of tokens; return the logits of the rows `readers`."""
+        c = self.config
+        rows = positions % kv[0].shape[1]
+        cos, sin = self._cos[positions], self._sin[positions]
         q_size, kv_size = c.heads * c.head_dim, c.kv_heads * c.head_dim
         x = self._embedding[ids]
         # A damaged cache may hold infinities and NaN: they must flow through to wrong tokens, quietly.
@@ -268,15 +343,25 @@ class Model:
                 if on_layer is not None:
                     on_layer(index)
                 if index == c.layers - 1:
-                    # Below the last layer's keys and values only the last row has a reader: its logits.
-                    x, q, positions = x[-1:], q[-1:], positions[-1:]
-                x = x + _rows_times(self._attend(q, positions, key_cache, value_cache, used), layer.wo)
+                    x, q, positions = x[readers], q[readers], positions[readers]
+                x = x + _rows_times(attend(q, positions, key_cache, value_cache), layer.wo)
                 h = _rows_times(_rms_norm(x, layer.ffn_norm, c.norm_eps), layer.w13)
                 gate, up = h[:, : c.ffn], h[:, c.ffn :]
                 gate /= np.float32(1) + np.exp(-gate)
                 x = x + _rows_times(gate * up, layer.w2)
-            logits: Array = _rows_times(_rms_norm(x, self._final_norm, c.norm_eps), self._unembedding)[0]
-            return logits
+            return _rows_times(_rms_norm(x, self._final_norm, c.norm_eps), self._unembedding)
+
+    def fingerprint(self) -> str:
+        """Return a digest of configuration and weights, in hexadecimal: equal for models that write the same."""
+        digest = hashlib.blake2b(repr(self.config).encode(), digest_size=16)
+        arrays = [self._embedding, self._final_norm]
+        for layer in self._layers:
+            arrays += [
+                layer.attention_norm, layer.wqkv, layer.wo, layer.ffn_norm, layer.w13, layer.w2,
+            ]  # fmt: skip
+        for array in arrays:
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
 
     def decode_step(self, token: int, position: int, kv: KVCache, block_table: BlockTable) -> Array:
         """Compute one token at `position`: write its row and return its logits, float32 `[vocab]`."""

@@ -1,0 +1,259 @@
+"""Serve a language model by OpenAI's API, with prefill and decode in processes of their own.
+
+  aiodatadist serve pd --prefill 2 --decode 2        all on this machine: router, prefill and decode workers
+  aiodatadist serve router                           one process of it: what clients talk to
+  aiodatadist serve prefill --router http://HOST:8000
+  aiodatadist serve decode --router http://HOST:8000
+  aiodatadist serve mixed                            prefill and decode in one process, with a router or without
+
+Needs `pip install 'aiodatadist[serve]'`. The model is a small one that ships; with --model smollm2 it is a real one,
+see `aiodatadist demo --help`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from aiodatadist.errors import ExtraMissing
+from aiodatadist.model import MODEL_NAMES, find_model
+
+from .failure import CommandError
+from .serve_cluster import READY, local_cluster
+
+if TYPE_CHECKING:
+    from aiodatadist.serve.config import RouterConfig, WorkerConfig
+
+__all__ = ["NAME", "SUMMARY", "add_arguments", "run"]
+
+NAME: Final = "serve"
+SUMMARY: Final = "serve a model by OpenAI's API, with prefill and decode workers and a router"
+
+_PACKAGES: Final = ("aiohttp", "threadpoolctl")
+_MODES: Final = {"pull": ("pull",), "push": ("push",), "both": ("pull", "push")}
+_POLICY_HELP: Final = "how to choose %s workers (round_robin)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the commands of the command."""
+    roles = parser.add_subparsers(title="what to run", metavar="WHAT", required=True, dest="what")
+    everything = roles.add_parser("pd", help="a router with prefill and decode workers, on this machine")
+    everything.add_argument("--prefill", type=_count, default=1, metavar="N", help="prefill workers (1)")
+    everything.add_argument("--decode", type=_count, default=1, metavar="N", help="decode workers (1)")
+    everything.add_argument("--port", type=int, default=8000, help="where the router listens (8000; 0: any)")
+    _add_mode(everything)
+    _add_model(everything)
+    _add_policies(everything)
+    router = roles.add_parser("router", help="what clients talk to")
+    _add_listening(router, 8000)
+    _add_mode(router)
+    _add_policies(router)
+    _add_keys(router)
+    for role in ("prefill", "decode", "mixed"):
+        child = roles.add_parser(role, help=f"a {role} worker")
+        _add_listening(child, 0)
+        child.add_argument(
+            "--router", action="append", default=[], metavar="URL", help="register here; may be given again"
+        )
+        child.add_argument(
+            "--advertise-host", metavar="HOST", help="under which others reach this worker (that of --host)"
+        )
+        child.add_argument("--kv-port", type=int, default=0, metavar="PORT", help="of the KV transfer (any)")
+        _add_mode(child)
+        _add_model(child)
+        _add_keys(child)
+
+
+def _add_listening(parser: argparse.ArgumentParser, port: int) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="where HTTP listens (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=port, help=f"of HTTP ({port or 'any'})")
+    # For a parent: stop when stdin ends.
+    parser.add_argument("--with-parent", action="store_true", help=argparse.SUPPRESS)
+
+
+def _add_mode(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mode",
+        choices=tuple(_MODES),
+        default="pull",
+        help="how KV gets from prefill to decode workers (pull); both: by turns",
+    )
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=MODEL_NAMES, default="small", help="what to serve (small)")
+    parser.add_argument("--num-blocks", type=_count, metavar="N", help="blocks of an engine's KV cache")
+    parser.add_argument("--slots", type=_count, default=8, metavar="N", help="requests decoded at once (8)")
+    parser.add_argument("--dp", type=_count, default=1, metavar="N", help="engines behind each worker (1)")
+    parser.add_argument(
+        "--transports", type=_names, default=("shm", "tcp"), metavar="A,B", help="of the KV transfer (shm,tcp)"
+    )
+
+
+def _add_policies(parser: argparse.ArgumentParser) -> None:
+    for role in ("prefill", "decode", "mixed"):
+        parser.add_argument(f"--{role}-policy", default="round_robin", metavar="NAME", help=_POLICY_HELP % role)
+
+
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the key that clients have to send")
+    parser.add_argument("--cluster-key-file", type=Path, metavar="FILE", help="holds the secret of the cluster")
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command until it is told to stop: SIGINT or SIGTERM."""
+    if missing := tuple(name for name in _PACKAGES if find_spec(name) is None):
+        raise ExtraMissing(extra="serve", packages=missing)
+    if getattr(arguments, "model", None) is not None:
+        find_model(arguments.model).fetch(lambda line: print(line, file=sys.stderr, flush=True))
+    if arguments.what == "pd":
+        asyncio.run(_run_cluster(arguments))
+    else:
+        asyncio.run(_run_one(arguments))
+    return 0
+
+
+async def _run_one(arguments: argparse.Namespace) -> None:
+    async with _stopping(arguments.with_parent) as stop, _process(arguments) as url:
+        print(READY, arguments.what, url, flush=True)
+        await stop.wait()
+
+
+def _process(arguments: argparse.Namespace) -> AbstractAsyncContextManager[str]:
+    return _router(_router_config(arguments)) if arguments.what == "router" else _worker(_worker_config(arguments))
+
+
+@asynccontextmanager
+async def _router(config: RouterConfig) -> AsyncIterator[str]:
+    from aiodatadist.serve.router import router
+
+    async with router(config) as here:
+        yield here.url
+
+
+@asynccontextmanager
+async def _worker(config: WorkerConfig) -> AsyncIterator[str]:
+    from aiodatadist.serve.worker import worker
+
+    async with worker(config) as here:
+        yield here.url
+
+
+def _router_config(arguments: argparse.Namespace) -> RouterConfig:
+    from aiodatadist.serve.config import RouterConfig
+
+    return RouterConfig(
+        host=arguments.host,
+        port=arguments.port,
+        modes=_MODES[arguments.mode],
+        prefill_policy=arguments.prefill_policy,
+        decode_policy=arguments.decode_policy,
+        mixed_policy=arguments.mixed_policy,
+        api_key=_read_text(arguments.api_key_file),
+        cluster_key=_read_bytes(arguments.cluster_key_file),
+    )
+
+
+def _worker_config(arguments: argparse.Namespace) -> WorkerConfig:
+    from aiodatadist.serve.config import WorkerConfig
+
+    return WorkerConfig(
+        role=arguments.what,
+        host=arguments.host,
+        port=arguments.port,
+        advertise=arguments.advertise_host,
+        kv_port=arguments.kv_port,
+        routers=tuple(url.rstrip("/") for url in arguments.router),
+        model=arguments.model,
+        num_blocks=arguments.num_blocks,
+        slots=arguments.slots,
+        engines=arguments.dp,
+        modes=_MODES[arguments.mode],
+        transports=arguments.transports,
+        api_key=_read_text(arguments.api_key_file),
+        cluster_key=_read_bytes(arguments.cluster_key_file),
+    )
+
+
+def _read_bytes(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes().strip()
+    except OSError as why:
+        raise CommandError(f"cannot read {path}: {why.strerror}") from why
+
+
+def _read_text(path: Path | None) -> str | None:
+    key = _read_bytes(path)
+    return None if key is None else key.decode()
+
+
+async def _run_cluster(arguments: argparse.Namespace) -> None:
+    policies = [
+        option
+        for role in ("prefill", "decode", "mixed")
+        for option in (f"--{role}-policy", getattr(arguments, f"{role}_policy"))
+    ]
+    router_options = ["--port", str(arguments.port), "--mode", arguments.mode, *policies]
+    worker_options = ["--mode", arguments.mode, "--model", arguments.model, "--slots", str(arguments.slots)]
+    worker_options += ["--dp", str(arguments.dp), "--transports", ",".join(arguments.transports)]
+    if arguments.num_blocks is not None:
+        worker_options += ["--num-blocks", str(arguments.num_blocks)]
+    counts = {"prefill": arguments.prefill, "decode": arguments.decode}
+    async with (
+        _stopping(False) as stop,
+        local_cluster(counts, router_options=router_options, worker_options=worker_options) as cluster,
+    ):
+        for child in cluster.processes:
+            print(f"{child.name:<12} {child.url}  process {child.process.pid}", flush=True)
+        print(_curl(cluster.url, arguments.model), flush=True)
+        ends = [asyncio.create_task(child.process.wait()) for child in cluster.processes]
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait([stopped, *ends], return_when=asyncio.FIRST_COMPLETED)
+        gone = [child for child in cluster.processes if child.process.returncode is not None]
+        for task in (stopped, *ends):
+            task.cancel()
+        if not stop.is_set():
+            raise CommandError(f"{gone[0].name} ended with exit code {gone[0].process.returncode}")
+
+
+def _curl(url: str, model: str) -> str:
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Tell me a story."}}], "stream": true}}'
+    return f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+
+
+@asynccontextmanager
+async def _stopping(with_parent: bool) -> AsyncIterator[asyncio.Event]:
+    """Yield an event that is set when the process is told to stop."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    signals: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, stop.set)
+    if with_parent:
+        loop.add_reader(0, stop.set)  # nothing is ever sent: readable means that the parent is gone
+    try:
+        yield stop
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+        if with_parent:
+            loop.remove_reader(0)

@@ -1,0 +1,80 @@
+"""How a decode worker gets a prompt's KV by a ticket: adopt the lease, pull the blocks, release."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiodatadist as adt
+
+from .errors import ServeError
+from .protocol import Ticket
+from .units import Placed
+
+__all__ = ["Fetcher"]
+
+
+class Fetcher:
+    """Pulls what tickets name.
+
+    Parameters
+    ----------
+    dd : DataDist
+    timeout : float
+        Seconds for linking and moving together.
+    """
+
+    def __init__(self, dd: adt.DataDist, timeout: float) -> None:
+        self._dd = dd
+        self._timeout = timeout
+
+    async def fetch(self, ticket: Ticket, placed: Placed) -> None:
+        """Bring the ticket's blocks into the first ones that were reserved.
+
+        When this ends, in whatever way, nothing writes into the reserved blocks any more, and the owner is told that
+        the ticket's blocks are free (or, if it cannot be told, its lease runs out).
+
+        Raises
+        ------
+        ServeError
+            ``ticket_gone``, ``transfer_failed``, ``transfer_timeout`` or ``layout_mismatch``.
+        """
+        unit, reserved = placed
+        assert unit.cache is not None
+        owner = ticket.owner
+        target = reserved.blocks[: len(ticket.blocks)]
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout
+        adopted = False
+        try:
+            await self._dd.link(adt.ClusterInfo(owner.cluster_id, owner.listen), timeout=self._timeout)
+            await self._dd.adopt_lease(owner.cluster_id, ticket.lease)
+            adopted = True
+            await self._dd.cache_manager.pull_blocks(
+                adt.BlocksCacheKey(owner.cluster_id, owner.rank),
+                unit.cache,
+                ticket.blocks,
+                target,
+                timeout=max(deadline - loop.time(), 0.001),
+            )
+            # False: the lease had ended, so the blocks may have held something else by the time they were read.
+            adopted = False
+            if not await self._dd.release_lease(owner.cluster_id, ticket.lease):
+                raise ServeError("ticket_gone", f"the lease of {ticket.request_id} ended before its blocks were here")
+        except adt.LeaseError as why:
+            raise ServeError("ticket_gone", f"{ticket.request_id} is not held any more: {why}") from why
+        except (adt.TransferTimeout, adt.LinkTimeout) as why:
+            raise ServeError("transfer_timeout", f"{ticket.request_id}: {why}") from why
+        except adt.CacheMismatch as why:
+            raise ServeError("layout_mismatch", f"{ticket.request_id}: {why}") from why
+        except adt.DataDistError as why:
+            raise ServeError("transfer_failed", f"{ticket.request_id}: {why}") from why
+        finally:
+            if adopted:
+                # Sent at the call; a task that is being cancelled need not wait for the answer.
+                self._dd.release_lease(owner.cluster_id, ticket.lease).add_done_callback(_look)
+
+
+def _look(done: asyncio.Future[Any]) -> None:
+    if not done.cancelled():
+        done.exception()

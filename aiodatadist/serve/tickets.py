@@ -1,0 +1,93 @@
+"""The prompts that a prefill worker holds for decode workers: each a lease of the library, and single use."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiodatadist as adt
+
+from .protocol import Generation, Peer, Ticket
+from .units import Placed
+
+__all__ = ["Tickets"]
+
+
+class Tickets:
+    """Held prompts by request id and attempt.
+
+    The blocks stay as long as the library's lease: until it is released, or nobody has renewed it for its TTL, and
+    then until no transfer can touch them any more.
+
+    Parameters
+    ----------
+    dd : DataDist
+    peer : Peer
+        This worker; `rank` is filled in.
+    ttl : float
+        Seconds.
+    """
+
+    def __init__(self, dd: adt.DataDist, peer: Peer, ttl: float) -> None:
+        self._caches = dd.cache_manager
+        self._peer = peer
+        self._ttl = ttl
+        self._held: dict[tuple[str, int], adt.Lease] = {}
+        self._keepers: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(self, generation: Generation, attempt: int, placed: Placed, token: int) -> Ticket:
+        """Hold a computed prompt. From here on its blocks are freed by the end of the lease alone."""
+        unit, reserved = placed
+        assert unit.cache is not None
+        lease = self._caches.hold(unit.cache, reserved.blocks, self._ttl)
+        key = (generation.request_id, attempt)
+        self._held[key] = lease
+        keeper = asyncio.create_task(self._keep(key, lease, placed))
+        self._keepers.add(keeper)
+        keeper.add_done_callback(self._keepers.discard)
+        return Ticket(
+            request_id=generation.request_id,
+            attempt=attempt,
+            owner=Peer(
+                cluster_id=self._peer.cluster_id,
+                incarnation=self._peer.incarnation,
+                listen=self._peer.listen,
+                rank=unit.rank,
+            ),
+            lease=lease.id,
+            blocks=reserved.blocks,
+            prompt_tokens=len(reserved.prompt),
+            cached_tokens=reserved.cached,
+            token=token,
+            ttl_s=self._ttl,
+        )
+
+    def release(self, request_id: str, attempt: int) -> int:
+        """Give a ticket up; return how many there were. Freed a little later, by the library's word."""
+        lease = self._held.get((request_id, attempt))
+        if lease is None:
+            return 0
+        lease.release().add_done_callback(_look)
+        return 1
+
+    async def close(self) -> None:
+        """Release all, and wait for it."""
+        for request_id, attempt in list(self._held):
+            self.release(request_id, attempt)
+        if self._keepers:
+            await asyncio.wait(self._keepers, timeout=2.0)
+
+    async def _keep(self, key: tuple[str, int], lease: adt.Lease, placed: Placed) -> None:
+        try:
+            await lease.wait_over()
+        finally:
+            del self._held[key]
+            placed.free()
+
+
+def _look(done: asyncio.Future[adt.LeaseEnd]) -> None:
+    """Have seen how a future ended: `_keep` deals with it."""
+    if not done.cancelled():
+        done.exception()

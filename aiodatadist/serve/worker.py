@@ -1,0 +1,226 @@
+"""A worker process: engines, the library, HTTP, and the heartbeat to its routers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator
+from typing import Final
+
+import numpy as np
+from aiohttp import ClientSession, web
+
+import aiodatadist as adt
+from aiodatadist.model import Tokenizer, find_model
+
+from .config import WorkerConfig
+from .decode import DecodePart
+from .engine import Engine
+from .fetching import Fetcher
+from .heartbeat import deregister, keep_registered
+from .http import answer, make_app, serving
+from .metrics import WorkerMetrics
+from .mixed import MixedPart
+from .numpy_engine import NumpyEngine
+from .prefill import PrefillPart
+from .protocol import (
+    KEY_HEADER,
+    AbortJob,
+    Deregistration,
+    Health,
+    Peer,
+    Registration,
+    decode,
+    internal_token,
+)
+from .running import Running
+from .tickets import Tickets
+from .units import Unit, Units
+
+__all__ = ["DEFAULT_BLOCKS", "Worker", "load_engines", "worker"]
+
+DEFAULT_BLOCKS: Final = {"small": 2048, "smollm2": 256}
+"""Blocks of an engine's cache by model: 64 and 180 MiB."""
+_CLIENT_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/models")
+
+
+def load_engines(config: WorkerConfig) -> tuple[list[Engine], Tokenizer, int]:
+    """Load the built-in model; blocks. Returns engines, tokenizer and the number of its tokens."""
+    found = find_model(config.model)
+    model = found.load()
+    blocks = DEFAULT_BLOCKS[config.model] if config.num_blocks is None else config.num_blocks
+    fingerprint = model.fingerprint()
+    engines: list[Engine] = [
+        NumpyEngine(model, config.model, blocks, config.slots, fingerprint=fingerprint) for _ in range(config.engines)
+    ]
+    return engines, found.load_tokenizer(), model.config.vocab
+
+
+class Worker:
+    """A worker that is up. `worker` makes it.
+
+    Attributes
+    ----------
+    url : str
+        Where its HTTP listens.
+    worker_id, incarnation : str
+        Random for this start.
+    units : Units
+    tickets : Tickets or None
+    running : Running
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        engines: list[Engine],
+        tokenizer: Tokenizer,
+        vocabulary: int,
+        dd: adt.DataDist | None,
+    ) -> None:
+        self.config = config
+        self.worker_id = f"{config.role}-{secrets.token_hex(4)}"
+        self.incarnation = secrets.token_hex(8)
+        self.url = ""
+        self.metrics = WorkerMetrics()
+        self.running = Running()
+        self.draining = False
+        self._dd = dd
+        self.peer = self._peer()
+        self.units = Units(_open_units(config, engines, dd))
+        self.tickets: Tickets | None = None
+        part: PrefillPart | DecodePart | MixedPart
+        if dd is None:
+            part = MixedPart(self.units, self.running, tokenizer, vocabulary, self.metrics)
+        elif config.role == "prefill":
+            assert self.peer is not None
+            self.tickets = Tickets(dd, self.peer, config.timeouts.lease)
+            part = PrefillPart(self.units, self.tickets, self.running, tokenizer, vocabulary, self.metrics)
+        else:
+            fetcher = Fetcher(dd, config.timeouts.transfer)
+            part = DecodePart(self.units, fetcher, self.running, tokenizer, self.metrics)
+        self.app = make_app(
+            cluster_key=config.cluster_key,
+            api_key=config.api_key,
+            public=_CLIENT_PATHS,
+            open_to_all=("/health", "/metrics"),
+        )
+        self.app.add_routes(
+            [
+                *part.routes(),
+                web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
+                web.post("/pd/abort", self._abort),
+            ]
+        )
+
+    def registration(self) -> Registration:
+        """Return what a router has to know now."""
+        card = self.units.first.card
+        transfers = self._dd is not None
+        return Registration(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            role=self.config.role,
+            url=self.url,
+            model=card.name,
+            model_hash=card.fingerprint,
+            layout=self.units.first.layout,
+            max_positions=card.max_positions,
+            slots=self.units.first.slots * self.config.engines,
+            transports=list(self.config.transports) if transfers else [],
+            modes=list(self.config.modes) if transfers else [],
+            peer=self.peer,
+            load=self.units.load(),
+            draining=self.draining,
+        )
+
+    def _peer(self) -> Peer | None:
+        if self._dd is None:
+            return None
+        listening = self._dd.listen_address
+        return Peer(
+            cluster_id=self._dd.cluster_id,
+            incarnation=self.incarnation,
+            listen=[] if listening is None else [str(adt.Address(self.config.reachable_host, listening.port))],
+        )
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        name = self.units.first.card.name
+        return answer(Health(
+            worker_id=self.worker_id, incarnation=self.incarnation, role=self.config.role, model=name,
+            load=self.units.load(),
+        ))  # fmt: skip
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        held = 0 if self.tickets is None else len(self.tickets)
+        return web.Response(text=self.metrics.render(self.units.load(), held))
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        return answer({"aborted": self.running.abort(decode(await request.read(), AbortJob))})
+
+
+def _open_units(config: WorkerConfig, engines: list[Engine], dd: adt.DataDist | None) -> list[Unit]:
+    """Give each engine its memory: of the library where blocks are to travel."""
+    units = []
+    for rank, engine in enumerate(engines):
+        shapes = engine.tensor_shapes()
+        if dd is None:
+            engine.bind([np.zeros(shape, engine.layout.dtype) for shape in shapes])
+            units.append(Unit(rank, engine, None))
+            continue
+        cache = dd.cache_manager.allocate_blocks_cache(
+            adt.CacheDesc(len(shapes), shapes[0], engine.layout.dtype),
+            # A pull reads at the prefill worker and concerns nobody at the decode worker.
+            key=adt.BlocksCacheKey(dd.cluster_id, rank) if config.role == "prefill" else None,
+            remote="r" if config.role == "prefill" else None,
+        )
+        engine.bind(cache.tensors)
+        units.append(Unit(rank, engine, cache))
+    return units
+
+
+@contextlib.asynccontextmanager
+async def worker(config: WorkerConfig) -> AsyncIterator[Worker]:
+    """Run a worker around the body.
+
+    At the end it leaves its routers, ends its requests, waits for the model and the library to be done with the
+    memory, and only then goes.
+    """
+    engines, tokenizer, vocabulary = await asyncio.to_thread(load_engines, config)
+    async with contextlib.AsyncExitStack() as stack:
+        dd: adt.DataDist | None = None
+        if config.role != "mixed":
+            dd = await stack.enter_async_context(
+                adt.DataDist(
+                    secrets.randbits(63),  # another one for each start: nothing of a dead process can be taken for it
+                    adt.Role.PREFILL if config.role == "prefill" else adt.Role.DECODE,
+                    listen=str(adt.Address(config.host, config.kv_port)),
+                    config=adt.Config(transports=config.transports, cluster_key=config.cluster_key),
+                )
+            )
+        here = Worker(config, engines, tokenizer, vocabulary, dd)
+        for unit in here.units:
+            if unit.cache is not None:
+                await unit.cache.ready()
+            await unit.engine.start()
+            stack.push_async_callback(unit.engine.close)
+        if here.tickets is not None:
+            stack.push_async_callback(here.tickets.close)
+        port = await stack.enter_async_context(serving(here.app, config.host, config.port))
+        here.url = f"http://{adt.Address(config.reachable_host, port)}"
+        headers = {} if config.cluster_key is None else {KEY_HEADER: internal_token(config.cluster_key)}
+        http = await stack.enter_async_context(ClientSession(headers=headers))
+        beats = [asyncio.create_task(keep_registered(http, router, here.registration)) for router in config.routers]
+        try:
+            yield here
+        finally:
+            for beat in beats:
+                beat.cancel()
+            if beats:
+                await asyncio.wait(beats)
+            farewell = Deregistration(worker_id=here.worker_id, incarnation=here.incarnation)
+            for router in config.routers:
+                await deregister(http, router, farewell)
+            here.running.abort(AbortJob(abort_all=True))
