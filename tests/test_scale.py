@@ -19,6 +19,7 @@ import pytest
 
 import aiodatadist as adt
 from aiodatadist import _core
+from aiodatadist.commands.bench_peer import resident, sparse
 
 from .pairs import OWNER, linked, pattern
 from .peers import PeerProcess, spawn
@@ -121,6 +122,53 @@ async def test_a_thousand_transfers_pending_at_once() -> None:
         counts = dd.stats()["total"]
         assert (counts["cancelled"], counts["ok"], counts["pending"]) == (len(cancelled), number - len(cancelled), 0)
         assert dd.links[OWNER].error is None
+
+
+async def test_ten_thousand_pending_transfers_cost_what_a_thousand_cost() -> None:
+    """Each: the time of the loop's thread to start it, and the memory it holds while it is under way."""
+    number, blocks_each, part = 10_000, 4, 1000
+    blocks = number * blocks_each
+    async with beside_a_peer(blocks, 64) as (peer, manager, mine):
+        order = np.random.default_rng(0).permutation(blocks).reshape(number, blocks_each)
+        peer.stop()
+        pending: list[adt.Transfer[None]] = []
+        took, used = [], []
+        with traced() as peak:
+            for each in np.split(order, number // part):
+                before, began = allocated(), time.thread_time()
+                pending += [manager.pull_blocks(KEY, mine, some, some, timeout=None) for some in each]
+                took.append(time.thread_time() - began)
+                used.append(peak() + allocated() - before)
+        assert not any(transfer.done() for transfer in pending)
+        assert manager._dd.stats()["pending"] == number
+        # Of the later thousands the cheapest: other threads and the collector may come in the way of one or the other.
+        assert min(took[5:]) < 2 * min(took[:5]), took
+        assert sum(used[1:]) < 2 * (number // part - 1) * used[0], used
+        peer.resume()
+        await asyncio.gather(*pending)
+        assert (mine.tensors[0] == VALUE).all()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_a_hundred_gib_of_sparse_memory_in_one_cache(transport: str) -> None:
+    """Registering it touches none of it, and a transfer touches what it moves."""
+    block, total, number = 65536, 100 << 30, 256
+    gib = total >> 30
+    async with linked(transport) as pair:
+        memory = [sparse(total, block) for _ in range(2)]
+        before = resident()
+        await pair.offer(memory[:1])
+        mine = await pair.take(memory[1:])
+        assert resident() - before < gib << 20  # a thousandth of it
+        random = np.random.default_rng(0)
+        src, dst = (random.permutation(total // block - 1)[:number] for _ in range(2))
+        src[3] = dst[5] = total // block - 1  # the last block, whose offset is the largest
+        values = random.integers(1, 256, (number, block), np.uint8)
+        memory[0][src] = values
+        before = resident()
+        await pair.user.cache_manager.pull_blocks(KEY, mine, src, dst, timeout=None)
+        assert resident() - before < 4 * number * block
+        np.testing.assert_array_equal(memory[1][dst], values)
 
 
 @pytest.mark.loop
