@@ -103,7 +103,7 @@ make_initramfs() {
     (cd "$work" && find . | busybox cpio -o -H newc 2>/dev/null) >"$2"
 }
 
-DEVICES=() MEMORY=3G CPUS=2 LIMIT=900 VERBOSE= ACCEL=tcg,thread=multi,tb-size=512
+DEVICES=() MEMORY=3G CPUS=2 LIMIT=900 VERBOSE='' ACCEL=tcg,thread=multi,tb-size=512
 CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/aiodatadist
 while [[ ${1:-} == -* ]]; do
     case $1 in
