@@ -102,11 +102,10 @@ def _missing_module(name: str) -> str | None:
 def _missing_transport(name: str) -> str | None:
     from aiodatadist import _core
 
-    probe = getattr(_core, "probe_transport", None)
-    if probe is None:
-        return f"this build knows no transport {name}"
-    reason = probe(name)
-    return str(reason) if reason else None
+    for found, usable, detail in _core.probe_transports():
+        if found == name:
+            return None if usable else str(detail)
+    return f"this build knows no transport {name}"
 
 
 @functools.cache

@@ -392,7 +392,7 @@ def test_text_names_everything_on_a_server(
     monkeypatch.setenv("KVCACHE_RDMA_NICS", "mlx5_0")
     output = told(capsys)
     for line in (
-        "  mlx5_0              mlx5_core, CA, firmware 28.41.1000, PCI 0000:3d:00.0, root port 0000:3a:00.0, NUMA node 0",
+        "  mlx5_0              mlx5_core, CA, firmware 28.41.1000, PCI 0000:3d:00.0, root port 0000:3a:00.0, ",
         "    interface eth0    up, MTU 1500",
         "    port 1            ACTIVE, LinkUp, Ethernet (RoCE), 100 Gb/sec (4X EDR)",
         "      GID 3           10.1.0.5, RoCE v2, eth0",
@@ -480,6 +480,18 @@ def run_here(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str
     )
 
 
+def test_built_without_verbs_other_transports_serve() -> None:
+    built_with = not any(name == "verbs" and "built without verbs" in why for name, _, why in _core.probe_transports())
+    if built_with:
+        pytest.skip("this build has verbs: AIODATADIST_VERBS=0 leaves it out")
+    done = run_here("-m", "aiodatadist", "doctor", "rdma", "--json")
+    assert done.returncode == 1, done.stderr
+    assert json.loads(done.stdout)["status"] == "built without verbs"
+    done = run_here("-c", PULL_ELSEWHERE)
+    assert done.returncode == 0, done.stderr
+    assert "built without verbs" in done.stdout
+
+
 def test_this_machine() -> None:
     done = run_here("-m", "aiodatadist", "doctor", "rdma", "--json")
     report = json.loads(done.stdout)
@@ -490,6 +502,7 @@ def test_this_machine() -> None:
         assert "no device" in [finding["what"] for finding in report["findings"]]
 
 
+# Prints what a link uses in place of verbs, and why.
 PULL_ELSEWHERE = """
 import asyncio, numpy as np, aiodatadist as adt
 async def main():

@@ -279,11 +279,12 @@ def examine(transfer: float) -> Report:
     ConfigError
         A variable of the environment cannot be used.
     """
+    # Before the Config, which reads the same variables under names of its own.
+    timeouts = _timeouts(transfer)
     with warnings.catch_warnings():
         # Of variables that nobody knows: `aiodatadist doctor` names them.
         warnings.simplefilter("ignore")
         config = Config.from_env(transports=("verbs",))
-    timeouts = _timeouts(transfer)
     usable, detail = next(
         ((usable, detail) for name, usable, detail in _core.probe_transports() if name == "verbs"),
         (False, "this version has no such transport yet"),
