@@ -2,6 +2,7 @@
 // Copy kernels, and the pool of threads that runs batches of copies.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -24,11 +25,11 @@ const char *stream_copy_name();
 // Makes earlier streaming stores visible before anything that says "done" is published.
 void store_fence();
 
-// Touches the next block ahead of its copy. Worth it up to some 16 KiB; beyond, the hardware's prefetcher does it.
+// Touches the beginning of the next block ahead of its copy: the hardware's prefetcher starts anew in each page, and
+// needs some lines to find the pattern. More lines than that displace what it does by itself (docs/design.md).
 inline void prefetch_block(const char *start, size_t bytes) {
-    constexpr size_t kWorthwhile = 16 * 1024;
-    if (bytes > kWorthwhile) return;
-    for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(start + at, 0, 3);
+    constexpr size_t kAhead = 1024;
+    for (size_t at = 0; at < std::min(bytes, kAhead); at += 64) __builtin_prefetch(start + at, 0, 0);
 }
 
 // Threads that run queued batches in order. Background work (populating mappings) runs only when no batch waits.
