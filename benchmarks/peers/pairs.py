@@ -53,6 +53,7 @@ OURS: Final = (
 )
 PEERS: Final = (
     Candidate("nixl", "nixl", "auto", "host"),
+    Candidate("nixl-request", "nixl", "auto-request", "host"),
     Candidate("nixl-progress", "nixl", "auto-progress", "host", spins=True),
     Candidate("nixl-tcp", "nixl", "tcp", "tcp"),
     Candidate("nixl-tcp-progress", "nixl", "tcp-progress", "tcp", spins=True),

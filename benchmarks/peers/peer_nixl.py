@@ -1,6 +1,7 @@
-"""NIXL by its Python interface over UCX: variants ``auto``, ``auto-progress``, ``tcp``, ``tcp-progress``.
+"""NIXL by its Python interface over UCX: ``auto``, ``auto-request``, ``auto-progress``, ``tcp``, ``tcp-progress``.
 
 Descriptor lists and requests are made beforehand; what counts is from the post to the first look that finds it done.
+With ``auto-request`` it counts, too, that the request is made of the numbers of the blocks, and released.
 Without progress threads the passive process must look after NIXL itself: all the time where UCX moves data by messages
 (tcp), now and then where the active process copies by itself (auto: process_vm).
 """
@@ -72,14 +73,29 @@ class Nixl(OrdinaryMemory):
             raise RuntimeError(f"the transfer ended as {state}")
 
     def move(self, write: bool) -> float:
+        here, there = self.here.astype(np.int32), self.there.astype(np.int32)
         began = time.perf_counter()
-        self._run(self.requests[write])
+        if self.variant == "auto-request":
+            self._fresh(write, here, there)
+        else:
+            self._run(self.requests[write])
         return time.perf_counter() - began
+
+    def _fresh(self, write: bool, here: Any, there: Any) -> None:
+        request = self._request(write, here, there)
+        self._run(request)
+        self.agent.release_xfer_handle(request)
 
     def each(self, write: bool, count: int) -> list[float]:
         here, there = self.here[:count].astype(np.int32), self.there[:count].astype(np.int32)
-        requests = [self._request(write, here[i : i + 1], there[i : i + 1]) for i in range(count)]
         took = []
+        if self.variant == "auto-request":
+            for i in range(count):
+                began = time.perf_counter_ns()
+                self._fresh(write, here[i : i + 1], there[i : i + 1])
+                took.append((time.perf_counter_ns() - began) * 1e-9)
+            return took
+        requests = [self._request(write, here[i : i + 1], there[i : i + 1]) for i in range(count)]
         for request in requests:
             began = time.perf_counter_ns()
             self._run(request)
@@ -93,7 +109,7 @@ class Nixl(OrdinaryMemory):
             while not readable(line):
                 for _ in range(64):
                     self.agent.get_new_notifs()
-        elif self.variant == "auto":
+        elif not self.variant.endswith("progress"):
             while not select.select([line], [], [], _LOOK_SECONDS)[0]:
                 self.agent.get_new_notifs()
 
