@@ -57,6 +57,18 @@ async def hang(test: TestSide) -> None:
     await asyncio.Event().wait()
 
 
+async def fork(test: TestSide) -> None:
+    """Leave a process behind that has all descriptors, and ends when the test says so."""
+    mine, its = os.pipe()
+    if os.fork() == 0:
+        os.close(its)
+        os.read(mine, 1)
+        os._exit(0)
+    os.close(mine)
+    test.send(its)
+    await test.receive()
+
+
 async def exit_at_once(test: TestSide, code: int) -> None:
     os._exit(code)
 
@@ -128,6 +140,18 @@ async def test_a_process_that_exits() -> None:
         async with spawn_peer(exit_at_once, 7) as peer:
             assert await peer.wait_gone() == 7
     assert raised.value.exit_code == 7
+
+
+async def test_a_process_that_has_forked_ends_all_the_same() -> None:
+    """The other process keeps the connection open, and nobody waits for it."""
+    async with spawn_peer(fork) as peer:
+        keeper = os.open(f"/proc/{peer.pid}/fd/{await peer.receive()}", os.O_WRONLY)
+        try:
+            peer.kill()
+            with pytest.raises(PeerDied, match="SIGKILL"):
+                await peer.receive()
+        finally:
+            os.close(keeper)
 
 
 async def test_what_cannot_be_sent_is_said() -> None:

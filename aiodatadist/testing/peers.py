@@ -211,6 +211,7 @@ class PeerProcess:
     async def _pump(self, reader: asyncio.StreamReader) -> None:
         """Take in what the process says until it has ended."""
         error: PeerError | None = None
+        end = asyncio.create_task(self._end_reading(), name=f"end of {self.name}")
         try:
             while True:
                 kind, value = await _read(reader)
@@ -229,10 +230,19 @@ class PeerProcess:
             error = PeerDied(self.name, await self._gone())
         except Exception as why:  # what was sent cannot be unpickled here
             error = PeerError(f"a message of {self.name} cannot be read: {why!r}")
+        finally:
+            end.cancel()
         self._inbox.close(error)
         if not self._result.done():
             self._result.set_exception(error)
             self._result.exception()  # nobody has to ask
+
+    async def _end_reading(self) -> None:
+        """Have the stream end with the process, also where a process that it has forked keeps the other end open."""
+        await self._gone()
+        sock: socket.socket = self._writer.get_extra_info("socket")
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RD)  # what was sent can still be read
 
     @property
     def failure(self) -> PeerError | None:
