@@ -138,6 +138,23 @@ async def test_a_cut_resets_at_its_byte_and_new_connections_pass() -> None:
     assert served.ends.count("reset") == 2
 
 
+async def test_a_cut_of_both_directions_comes_once() -> None:
+    async with echo() as (proxy, _):
+        reader, writer = await dial(proxy)
+        proxy.cut(after=5000)
+        writer.write(MESSAGE)
+        with pytest.raises(ConnectionResetError):
+            while True:
+                await reader.readexactly(1)
+        again, again_writer = await dial(proxy)
+        again_writer.write(MESSAGE)
+        assert await again.readexactly(len(MESSAGE)) == MESSAGE
+        assert proxy.passed("up") > 5000
+        assert proxy.passed("down") > 5000
+        for each in (writer, again_writer):
+            each.close()
+
+
 async def test_a_half_close_ends_one_direction() -> None:
     async with echo() as (proxy, served):
         reader, writer = await dial(proxy)

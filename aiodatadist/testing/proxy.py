@@ -326,7 +326,8 @@ class FaultProxy:
     def cut(self, *, after: int = 0, direction: Direction = "both") -> None:
         """Reset connections after the next `after` bytes.
 
-        At once: all of them. Later: the one that carries the last of these bytes. New connections pass.
+        At once: all of them. Later: the one that carries the last of these bytes, in the direction that comes to it
+        first. New connections pass.
         """
         self._arm("cut", after, direction)
 
@@ -370,6 +371,9 @@ class FaultProxy:
             case "drop":
                 self._rules[way].dropping = True
             case "cut":
+                for rules in self._rules.values():  # once
+                    if rules.trigger is not None and rules.trigger.action == "cut":
+                        rules.trigger = None
                 for connection in connections:
                     connection.cut()
             case "half_close":
