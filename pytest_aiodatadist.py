@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import re
 import shlex
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -165,12 +166,16 @@ def _fixtures() -> object:
         @pytest_asyncio.fixture
         async def sim_cluster(self, request: pytest.FixtureRequest, sim_seed: int) -> AsyncIterator[SimCluster]:
             """Return an open `SimCluster` with the test's seed, on a virtual clock; it is closed after the test."""
-            from aiodatadist.testing import SimCluster
+            import asyncio
+
+            from aiodatadist.testing import SimCluster, VirtualLoop
 
             options = _options_of(request.node)
             options.pop("seeds", None)
             replay = request.config.stash.get(_replay, None)
             cluster = SimCluster(sim_seed, replay=replay, **options)
+            # The loop may be that of other tests too, and each seed is the same run all the same.
+            cast(VirtualLoop, asyncio.get_running_loop()).start_anew()
             request.node.stash[_cluster] = cluster
             await cluster.__aenter__()
             yield cluster
@@ -178,7 +183,7 @@ def _fixtures() -> object:
             failure = request.node.stash.get(_failure, None)
             await cluster.__aexit__(None if failure is None else type(failure), failure, None)
             del request.node.stash[_cluster]
-            if replay is not None and len(cluster.trace.events) < len(replay.events):
+            if replay is not None and not cluster.trace.diverged and len(cluster.trace.events) < len(replay.events):
                 happened = f"{len(cluster.trace.events)} of {len(replay.events)}"
                 pytest.fail(f"the replay has ended after {happened} events of the trace", pytrace=False)
 
@@ -262,7 +267,10 @@ def pytest_runtest_makereport(
 def _about_simulation(item: pytest.Item) -> str:
     callspec = getattr(item, "callspec", None)
     seed = callspec.params.get("sim_seed", 0) if callspec is not None else 0
-    again = f"pytest {shlex.quote(item.nodeid)}"
+    # The id is relative to pytest's root, and the command is for the folder in which pytest was called.
+    path, *names = item.nodeid.split("::", 1)
+    path = os.path.relpath(item.config.rootpath / path, item.config.invocation_params.dir)
+    again = f"pytest {shlex.quote('::'.join([path, *names]))}"
     lines = [f"seed {seed}", f"again:   {again} --sim-seed {seed}"]
     if (cluster := item.stash.get(_cluster, None)) is not None:
         trace = cluster.trace
@@ -270,11 +278,11 @@ def _about_simulation(item: pytest.Item) -> str:
         if (folder := _trace_folder(item.config)) is not None:
             name = re.sub(r"[^\w.-]+", "-", item.name)[:80].strip("-")
             digest = hashlib.blake2b(item.nodeid.encode(), digest_size=4).hexdigest()
-            path = folder / f"{name}-{digest}.json"
-            trace.save(path)
+            saved = folder / f"{name}-{digest}.json"
+            trace.save(saved)
             with contextlib.suppress(ValueError):
-                path = path.relative_to(item.config.invocation_params.dir)
-            lines += [f"compare: {again} --sim-replay {shlex.quote(str(path))}"]
+                saved = saved.relative_to(item.config.invocation_params.dir)
+            lines += [f"compare: {again} --sim-replay {shlex.quote(str(saved))}"]
     return "\n".join(lines)
 
 

@@ -84,6 +84,7 @@ class Transfer(asyncio.Future[T]):
         "_cancelling",
         "_counters",
         "_native",
+        "_number",
         "_on_cancel",
         "_op",
         "_peer",
@@ -98,6 +99,7 @@ class Transfer(asyncio.Future[T]):
     _cancelling: bool
     _counters: Counters | None
     _native: _core.Pair | None
+    _number: int  # in a simulation, which hashes by it
     _on_cancel: Callable[[], object] | None
     _op: int
     _peer: int | None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -123,6 +125,46 @@ def test_waiting_costs_no_time() -> None:
     assert 365 * 86400.0 + 30.0 <= elapsed < 365 * 86400.0 + 31.0
 
 
+def test_what_nothing_can_wake_is_stuck_without_a_cluster_as_well() -> None:
+    """As long as no descriptor, thread or signal could still call into the loop."""
+
+    async def woken() -> int:
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            readable = loop.create_future()
+            loop.add_reader(ours, readable.set_result, 1)
+            threading.Timer(0.05, theirs.send, (b"x",)).start()
+            await readable
+            loop.remove_reader(ours)
+        done: asyncio.Future[int] = loop.create_future()
+        threading.Timer(0.05, loop.call_soon_threadsafe, (done.set_result, 2)).start()
+        return await done
+
+    assert testing.run(woken()) == 2
+    # Where there is no other thread for certain.
+    code = "import asyncio; from aiodatadist import testing; testing.run(asyncio.Event().wait())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "SimulationStuck: at 1.0" in done.stderr
+
+
+def test_sets_of_futures_have_the_same_order_in_each_run() -> None:
+    kept: list[Any] = []  # or the futures of the second run would have the addresses of the first
+
+    async def main() -> list[list[int]]:
+        async with SimCluster(3) as sim:
+            _, mine = await two(sim)
+            pulls = [sim[USER].cache_manager.pull_blocks(KEY, mine, [number], [number]) for number in range(32)]
+            plain = [asyncio.get_running_loop().create_future() for _ in range(32)]
+            kept.append((pulls, plain))
+            for future in plain:
+                future.set_result(None)
+            sets: list[list[asyncio.Future[None]]] = [[*pulls], plain]
+            return [[futures.index(one) for one in (await asyncio.wait(futures))[0]] for futures in sets]
+
+    assert testing.run(main()) == testing.run(main())
+
+
 def test_who_polls_gets_on() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -189,6 +231,81 @@ def test_a_trace_is_saved_and_replayed(tmp_path: Any) -> None:
 def test_a_script_names_what_there_is() -> None:
     with pytest.raises(ValueError, match="explode"):
         FaultScript([Fault(1.0, "explode", (1,))])
+
+
+def test_a_fault_of_a_script_that_cannot_come_fails_the_test() -> None:
+    async def check(sim: SimCluster) -> None:
+        await sim.datadist(OWNER)
+        sim.play(FaultScript([Fault(1.0, "crash", (77,)), Fault(2.0, "stop", (OWNER,))]))
+        await asyncio.sleep(10.0)
+
+    with pytest.raises(adt.ArgumentError, match="cluster_id=77 was never started") as raised:
+        simulated(check)
+    assert "at=1.0, name='crash'" in "".join(raised.value.__notes__)
+
+
+def test_a_cluster_leaves_nothing_planned() -> None:
+    async def main() -> None:
+        async with SimCluster() as sim:
+            await two(sim)
+            sim.stall(OWNER, USER, 1000.0)
+        before = sim.trace.hash
+        await asyncio.sleep(2000.0)
+        assert sim.trace.hash == before
+
+    testing.run(main())
+
+
+# Input. -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "said"),
+    [
+        ({"latency": 1e-3}, TypeError, "latency must be a pair"),
+        ({"latency": (1e-3,)}, TypeError, "latency must be a pair"),
+        ({"latency": (2e-3, 1e-3)}, ValueError, "the least is more than the most"),
+        ({"latency": (-1.0, 1.0)}, ValueError, "latency=-1.0 must be finite and not negative"),
+        ({"visible": (0.0, float("nan"))}, ValueError, "visible=nan"),
+        ({"bandwidth": -1.0}, ValueError, "bandwidth=-1.0"),
+        ({"bandwidth": "1G"}, TypeError, "bandwidth must be a number, got '1G'"),
+        ({"resend": -1.0}, ValueError, "resend=-1.0"),
+        ({"reorder_by": float("inf")}, ValueError, "reorder_by=inf"),
+        ({"loss": 1.0}, ValueError, "loss=1.0 must be from 0 to 0.9; .*blocked=True"),
+        ({"duplicate": 1.5}, ValueError, "duplicate=1.5 must be from 0 to 1"),
+        ({"reorder": -0.1}, ValueError, "reorder=-0.1"),
+        ({"split": 2}, ValueError, "split=2"),
+        ({"fragment": 0}, ValueError, "fragment=0"),
+        ({"fragment": 1.5}, ValueError, "fragment=1.5"),
+    ],
+)
+def test_a_way_that_cannot_be_is_refused(fields: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(adt.UsageError, match=said) as raised:
+        Way(**fields)
+    assert isinstance(raised.value, error)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda sim: sim.crash(7), "cluster_id=7 was never started in this simulation; started are: 1"),
+        (lambda sim: sim.info(7), "cluster_id=7 was never started"),
+        (lambda sim: sim[7], "cluster_id=7 was never started"),
+        (lambda sim: sim.lag(OWNER, 2.0, 1.0), "lag="),
+        (lambda sim: sim.stall(OWNER, USER, -1.0), "seconds must not be negative, got -1.0"),
+        (lambda sim: SimCluster(limit=0.0), "limit must be more than 0"),
+        (lambda sim: sim.datadist(USER, config=adt.Config(), drain_timeout=1.0), "not both; got config and drain_"),
+    ],
+)
+def test_a_call_that_cannot_be_is_refused(call: Callable[[SimCluster], Any], said: str) -> None:
+    async def check(sim: SimCluster) -> None:
+        await sim.datadist(OWNER)
+        with pytest.raises(adt.UsageError, match=said):
+            coming = call(sim)
+            if asyncio.iscoroutine(coming):
+                await coming
+
+    simulated(check)
 
 
 # Faults. ----------------------------------------------------------------------------------------------------
@@ -297,6 +414,37 @@ def test_a_blocked_way_delays_and_loses_nothing() -> None:
         assert 5.0 <= sim.now() - before < 5.1
 
     simulated(check)
+
+
+def test_ways_count_for_processes_to_come() -> None:
+    """Also where one end is every one; and who was only named was not started by it."""
+
+    async def check(sim: SimCluster) -> None:
+        sim.set_way(Way(latency=(0.5, 0.5)), OWNER)
+        sim.set_way(Way(latency=(1.0, 1.0)), USER, OWNER)
+        assert not [event for event in sim.trace.events if event[1] == "start"]
+        for cluster_id in (OWNER, USER, 3):
+            await sim.datadist(cluster_id)
+            assert sim.network.host(cluster_id).incarnation == 1
+        assert [sim.network.way_between(OWNER, other).latency[0] for other in (USER, 3)] == [0.5, 0.5]
+        assert sim.network.way_between(USER, OWNER).latency[0] == 1.0
+        before = sim.now()
+        await sim[3].link(sim.info(OWNER))
+        assert sim.now() - before >= 0.5
+
+    simulated(check)
+
+
+def test_healing_opens_every_way() -> None:
+    async def check(sim: SimCluster) -> None:
+        sim.set_way(Way(blocked=True), OWNER)
+        await sim.datadist(OWNER)
+        user = await sim.datadist(USER)
+        asyncio.get_running_loop().call_later(3.0, sim.heal)
+        await user.link(sim.info(OWNER), timeout=10.0)
+        await (await sim.datadist(3)).link(sim.info(OWNER))
+
+    simulated(check, way=Way(blocked=True))
 
 
 def test_a_cut_breaks_the_link_and_both_may_link_anew() -> None:

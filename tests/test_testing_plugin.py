@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -265,6 +266,50 @@ def test_a_failing_seed_is_printed_and_comes_again(suite: pytest.Pytester) -> No
     result = again(suite, "--sim-replay", "nowhere.json")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*--sim-replay: nowhere.json is no trace that can be read*"])
+
+
+def test_commands_are_for_the_folder_in_which_pytest_was_called(
+    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function\nasyncio_mode = auto\n")
+    below = suite.mkdir("below")
+    (below / "test_below.py").write_text(textwrap.dedent(SEEDS.format(bad=2)))
+    monkeypatch.chdir(below)
+    result = again(suite)
+    result.assert_outcomes(passed=5, failed=1)
+    for kind in ("again", "compare"):
+        command = re.search(rf"^{kind}: +pytest (.*)$", str(result.stdout), re.M)
+        assert command
+        again(suite, *shlex.split(command[1])).assert_outcomes(failed=1)
+
+
+@pytest.mark.parametrize("scope", ["module", "session"])
+def test_a_seed_is_the_same_run_in_a_loop_that_others_have_used(suite: pytest.Pytester, scope: str) -> None:
+    source = SEEDS.format(bad=2)
+    said = set()
+    for used in (scope, "function"):
+        scopes = "".join(f"asyncio_default_{what}_loop_scope = {used}\n" for what in ("fixture", "test"))
+        suite.makeini(f"[pytest]\n{scopes}asyncio_mode = auto\n")
+        result = run(suite, source)
+        result.assert_outcomes(passed=5, failed=1)
+        said.add(re.findall(r"^seed 2, .* hash \w+$", str(result.stdout), re.M)[0])
+    assert len(said) == 1, said
+
+
+def test_a_replay_stops_at_any_event_that_differs(suite: pytest.Pytester) -> None:
+    """Also at one of a stream, which comes in a callback of the loop."""
+    suite.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function\nasyncio_mode = auto\n")
+    result = run(suite, SEEDS.format(bad=2))
+    compare = re.search(r"^compare: +pytest (.*)$", str(result.stdout), re.M)
+    assert compare
+    arguments = shlex.split(compare[1])
+    trace = testing.Trace.load(arguments[-1])
+    number = max(number for number, event in enumerate(trace.events) if event[1] == "stream")
+    trace.events[number:] = [(*trace.events[number][:-1], "something else")]
+    trace.save(arguments[-1])
+    result = again(suite, *arguments)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([f"*ReplayDiverged: event {number} was *something else*", f"seed 2, {number} events*"])
 
 
 def test_what_hangs_fails_at_once(suite: pytest.Pytester) -> None:

@@ -4,8 +4,8 @@ A wait of 30 s costs no real time: when every task waits, the clock jumps to the
 happens in the simulated network. What runs in the loop takes no time, except that a turn in which something runs takes
 a microsecond, so that one who polls with ``sleep(0)`` gets on as well.
 
-asyncio only. Nothing in here depends on real time, on hash seeds or on addresses of objects: tasks are hashed by the
-order in which they were made, because sets of tasks are walked by asyncio and anyio alike.
+asyncio only. Nothing in here depends on real time, on hash seeds or on addresses of objects: tasks and
+futures are hashed by numbers that count up, because sets of them are walked by asyncio, anyio and tests.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import asyncio
 import contextvars
 import math
 import selectors
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Protocol, TypeVar, TypeVarTuple
 
 from ..errors import UsageError
+from ..transfer import Transfer
 
 __all__ = ["SimTask", "SimulationStuck", "VirtualLoop", "need_real_time", "run"]
 
@@ -65,8 +67,8 @@ class SimTask(asyncio.Task[T]):
     """A task that is hashed by its number."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], *, loop: VirtualLoop, **options: Any) -> None:
-        loop.tasks_made += 1
-        self._number = loop.tasks_made  # first: it is put into a set as it is made
+        loop.numbers += 1
+        self._number = loop.numbers  # first: it is put into a set as it is made
         super().__init__(coroutine, loop=loop, **options)
 
     def __hash__(self) -> int:
@@ -74,6 +76,28 @@ class SimTask(asyncio.Task[T]):
 
     def __eq__(self, other: object) -> bool:
         return self is other
+
+
+class SimFuture(asyncio.Future[T]):
+    """A future that is hashed by a number, which it gets when it is first hashed."""
+
+    def __hash__(self) -> int:
+        return _hash(self)
+
+
+def _hash(future: Any) -> int:
+    loop = future.get_loop()
+    if not isinstance(loop, VirtualLoop):
+        return object.__hash__(future)
+    number: int | None = getattr(future, "_number", None)
+    if number is None:
+        loop.numbers += 1
+        future._number = number = loop.numbers
+    return number
+
+
+# From here, because a method of the class would cost each `asyncio.gather` of production some time, for nothing.
+Transfer.__hash__ = _hash  # type: ignore[assignment]
 
 
 class _Timer:
@@ -105,7 +129,7 @@ class _Selector(selectors.EpollSelector):
         self.loop: VirtualLoop | None = None
         self._order: dict[int, int] = {}
         self._registered = 0
-        self._busy = 0
+        self.busy = 0
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         key = super().register(fileobj, events, data)
@@ -122,18 +146,21 @@ class _Selector(selectors.EpollSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         loop = self.loop
         assert loop is not None
+        loop.raise_failure()
         world = loop.world
         if timeout is not None and timeout <= 0:
             loop._advance(TURN_NS)
-            self._busy += 1
-            if world is not None and self._busy % _BUSY_TURNS == 0:
+            self.busy += 1
+            if world is not None and self.busy % _BUSY_TURNS == 0:
                 world.settle()
+                loop.raise_failure()
             return self._look()
         limit = None if timeout is None else loop.now_ns + math.ceil(timeout * 1e9)
         while True:
             loop.planned = False
             if world is not None:
                 world.settle()
+                loop.raise_failure()
             ready = self._look()
             if ready or loop.planned:
                 return ready  # what was planned meanwhile may come before the end of this wait
@@ -143,7 +170,11 @@ class _Selector(selectors.EpollSelector):
             if due is None and limit is None:
                 if world is not None:
                     raise world.stuck()
-                return super().select(None)  # another thread may wake the loop
+                if not loop.can_be_woken():
+                    if ready := self._look():  # by a thread that has ended since
+                        return ready
+                    raise SimulationStuck(f"at {loop.time():.6f} s of virtual time: nothing more can happen")
+                return super().select(None)
             until = min(time for time in (due, limit) if time is not None)
             if loop.end_ns is not None and until > loop.end_ns:
                 raise world.stuck() if world is not None else SimulationStuck("the time of the simulation is over")
@@ -164,20 +195,42 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         Going on beyond this time raises `SimulationStuck`.
     world : World or None
         The simulated network, if there is one.
+    failure : BaseException or None
+        Raised out of the loop in its next turn. For what fails where nobody looks at it: in a callback, or in code that
+        catches exceptions.
     """
 
     def __init__(self) -> None:
         self.now_ns = START_NS
         self.end_ns: int | None = None
         self.world: World | None = None
+        self.failure: BaseException | None = None
         self.planned = False  # something was planned since it was last set
         self.frozen = 0  # processes that are stopped
-        self.tasks_made = 0
-        selector = _Selector()
+        self.numbers = 0
+        self._looks = selector = _Selector()
         super().__init__(selector)
         selector.loop = self
         self._clock_resolution = 1e-9
         self.set_task_factory(_make_task)
+
+    def can_be_woken(self) -> bool:
+        """Whether something outside of the loop may still call into it: a descriptor, another thread or a signal."""
+        descriptors = len(self._looks.get_map()) - 1  # without its own, by which it is woken
+        return descriptors > 0 or threading.active_count() > 1 or bool(self._signal_handlers)  # type: ignore[attr-defined]
+
+    def start_anew(self) -> None:
+        """Set time and numbers to those of a new loop, unless something is planned: what comes is the same as there."""
+        if any(not timer.cancelled() for timer in self._scheduled):  # type: ignore[attr-defined]
+            return
+        self.now_ns, self.numbers = START_NS, 0
+        self._looks.busy = 0
+
+    def raise_failure(self) -> None:
+        """Raise `failure`, once."""
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
 
     def _advance(self, ns: int) -> None:
         self.now_ns += ns
@@ -228,6 +281,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         else:
             future.set_result(result)
         return future
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """Return a future that is hashed by its number."""
+        return SimFuture(loop=self)
 
     def thaw(self, host: Frozen) -> None:
         """Let a process go on."""

@@ -11,9 +11,10 @@ from typing import Any, Final, Self
 from ..config import Config
 from ..control.center import State
 from ..datadist import DataDist
+from ..errors import ArgumentError, ArgumentTypeError
 from ..types import ClusterInfo, Role
 from .clock import VirtualLoop
-from .faults import Fault, FaultScript, Way
+from .faults import Fault, FaultScript, Way, check_pair
 from .network import FIRST_PORT, Access, Host, Network, SimRuntime
 from .trace import Trace
 
@@ -36,12 +37,13 @@ class SimCluster:
     way : Way
         How messages go between all processes, unless `set_way` says otherwise.
     script : FaultScript, optional
-        Faults that come by themselves, from the start on.
+        Faults that come by themselves, from the start on. One that comes before its process was started is an error;
+        `play` has a script begin later.
     limit : float
         Virtual seconds after which the simulation counts as stuck: `SimulationStuck` is raised out of the loop.
     replay : Trace, optional
-        A saved run, with the same program. Its seed and script are taken, and the first event that differs raises
-        `ReplayDiverged`.
+        A saved run, with the same program, and as that in a loop of its own. Its seed and script are taken, and at the
+        first event that differs `ReplayDiverged` is raised out of the loop.
     left_out : sequence of str
         For tests of tests: rules that the library breaks here: ``"drain"``, ``"epoch"``, ``"fence"`` or ``"key"``.
 
@@ -69,6 +71,8 @@ class SimCluster:
             seed = replay.seed
             script = FaultScript.from_list(replay.script) if replay.script is not None else None
         self.seed = seed
+        if not limit > 0:
+            raise ArgumentError(f"limit must be more than 0 seconds, got {limit!r}")
         self.random = random.Random(f"{seed}/test")
         self.script = script
         self.trace = Trace(seed, script.as_list() if script is not None else None, replay)
@@ -81,6 +85,7 @@ class SimCluster:
         self._options: dict[int, dict[str, Any]] = {}
         self._gone: list[DataDist] = []
         self._playing: list[asyncio.Task[None]] = []
+        self._stalls: list[asyncio.TimerHandle] = []
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
@@ -108,6 +113,8 @@ class SimCluster:
         try:
             for task in self._playing:
                 task.cancel()
+            for timer in self._stalls:
+                timer.cancel()
             await asyncio.gather(*self._playing, return_exceptions=True)
             self.heal()
             for datadist in self._datadists.values():
@@ -118,7 +125,10 @@ class SimCluster:
             for datadist in (*self._datadists.values(), *self._gone):
                 await datadist.wait_closed()
             await asyncio.sleep(_LAST_WORDS)
+            if error is None:
+                self._loop.raise_failure()
         finally:
+            self._loop.failure = None
             self._loop.world = None
             self._loop.end_ns = None
             self.network.close()
@@ -144,10 +154,13 @@ class SimCluster:
         listen : str or pair, optional
             As for a DataDist; hosts are ``0.0.0.0`` or `address`'s. None: it does not listen.
         config : Config, optional
+            Its ``transports`` has to name ``"sim"`` if the data is to go by it.
         **fields
             Fields of a Config where `config` is left out. ``transports`` is ``("sim",)`` unless it is given; ``"tcp"``
             runs the tcp transport over the simulated network.
         """
+        if config is not None and fields:
+            raise ArgumentTypeError(f"give either config= or its fields, not both; got config and {', '.join(fields)}")
         if config is None:
             fields.setdefault("transports", ("sim",))
             config = Config(**fields)
@@ -169,11 +182,12 @@ class SimCluster:
         return await self.datadist(cluster_id, **self._options[cluster_id])
 
     def __getitem__(self, cluster_id: int) -> DataDist:
+        self._host(cluster_id)
         return self._datadists[cluster_id]
 
     def info(self, cluster_id: int) -> ClusterInfo:
         """Return what `DataDist.link` needs to link this cluster id."""
-        return ClusterInfo(cluster_id, f"{self.network.host(cluster_id).ip}:{FIRST_PORT}")
+        return ClusterInfo(cluster_id, f"{self._host(cluster_id).ip}:{FIRST_PORT}")
 
     def _host(self, cluster_id: int) -> Host:
         return self.network.host(cluster_id)
@@ -220,15 +234,19 @@ class SimCluster:
 
     def stall(self, source: int, target: int, seconds: float) -> None:
         """Block a direction for a while."""
+        if not seconds >= 0:
+            raise ArgumentError(f"seconds must not be negative, got {seconds!r}")
         self.block(source, target)
-        self._loop.call_later(seconds, self.unblock, source, target)
+        self._stalls = [timer for timer in self._stalls if timer.when() > self._loop.time()]
+        self._stalls.append(self._loop.call_later(seconds, self.unblock, source, target))
 
     def set_way(self, way: Way, source: int | None = None, target: int | None = None) -> None:
-        """Say how messages go from one cluster id to another from now on; None is every one."""
+        """Say how messages go from one cluster id to another from now on; None is every one, those to come included."""
         self.network.set_way(way, source, target)
 
     def lag(self, cluster_id: int, least: float, most: float) -> None:
         """Make a process slow: whatever comes to it is looked at only after so many seconds, drawn each time."""
+        check_pair("lag", (least, most))
         self._host(cluster_id).lag = (least, most)
 
     def heal(self) -> None:
@@ -236,13 +254,18 @@ class SimCluster:
         self.network.heal()
 
     def play(self, script: FaultScript) -> None:
-        """Have faults come by themselves, from now on."""
+        """Have faults come by themselves, from now on. What one raises is raised out of the loop."""
 
         async def play() -> None:
             start = self._loop.time()
             for fault in script.faults:
                 await asyncio.sleep(max(0.0, start + fault.at - self._loop.time()))
-                await self.apply(fault)
+                try:
+                    await self.apply(fault)
+                except Exception as why:
+                    why.add_note(f"{fault} of the script has failed")
+                    self._loop.failure = why
+                    return
 
         self._playing.append(self._loop.create_task(play()))
 

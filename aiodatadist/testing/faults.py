@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-__all__ = ["Fault", "FaultScript", "Way"]
+from ..errors import ArgumentError, ArgumentTypeError
+
+__all__ = ["Fault", "FaultScript", "Way", "check_pair"]
 
 Range = tuple[float, float]
 
 _MICRO: Final = 1e-6
+
+
+def _check(name: str, value: Any, most: float, *, hint: str | None = None) -> None:
+    """Refuse what is no number from 0 to `most`, or not finite."""
+    if not isinstance(value, (int, float)):
+        raise ArgumentTypeError(f"{name} must be a number, got {value!r}")
+    if not (0 <= value <= most and math.isfinite(value)):
+        limits = "finite and not negative" if most == math.inf else f"from 0 to {most:g}"
+        raise ArgumentError(f"{name}={value!r} must be {limits}", hint=hint)
+
+
+def check_pair(name: str, pair: Any) -> None:
+    """Refuse what are not the least and the most number of seconds."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise ArgumentTypeError(f"{name} must be a pair (least, most) of seconds, got {pair!r}")
+    for value in pair:
+        _check(name, value, math.inf)
+    if pair[0] > pair[1]:
+        raise ArgumentError(f"{name}={pair!r}: the least is more than the most")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +51,7 @@ class Way:
         Bytes a second; 0: no limit.
     loss : float
         Probability that a message, or a fragment of data, is lost and sent again after `resend`, which doubles each
-        time.
+        time. At most 0.9, or hardly anything would ever arrive.
     resend : float
     duplicate : float
         Probability that a fragment arrives twice.
@@ -57,6 +79,18 @@ class Way:
     split: float = 0.0
     fragment: int = 65536
     blocked: bool = False
+
+    def __post_init__(self) -> None:
+        check_pair("latency", self.latency)
+        check_pair("visible", self.visible)
+        for name in ("bandwidth", "resend", "reorder_by"):
+            _check(name, getattr(self, name), math.inf)
+        for name in ("duplicate", "reorder", "split"):
+            _check(name, getattr(self, name), 1.0)
+        _check("loss", self.loss, 0.9, hint="a way on which nothing arrives is blocked=True")
+        _check("fragment", self.fragment, math.inf)
+        if self.fragment < 1 or self.fragment != int(self.fragment):
+            raise ArgumentError(f"fragment={self.fragment!r} must be a whole number of bytes, at least 1")
 
     def replace(self, **changes: Any) -> Way:
         """Return a way that differs in these fields."""
@@ -114,6 +148,8 @@ class FaultScript:
         seconds : float
         faults : int
         """
+        if not processes:
+            raise ArgumentError("processes must name one cluster id at least, got none")
         drawn = []
         for _ in range(faults):
             at, length = chance.uniform(0, seconds), chance.uniform(0, seconds / 2)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import errno
+import itertools
 import os
 import random
 import select
@@ -24,10 +25,11 @@ from typing import Any, Final, NamedTuple
 
 from .. import _core
 from .._loop import RECEIVE_BYTES, Runtime, Stream, StreamListener, adopt_socket
+from ..errors import ArgumentError
 from ..types import Address
 from .clock import HOST, SimulationStuck, VirtualLoop
 from .faults import Way
-from .trace import Trace
+from .trace import ReplayDiverged, Trace
 
 __all__ = ["Access", "Host", "Network", "SimRuntime"]
 
@@ -511,6 +513,8 @@ class Network:
         self._clusters: list[int] = []
         self._way = way
         self._ways: dict[tuple[int, int], Way] = {}
+        # Source or target, and how messages go from or to it, for processes to come.
+        self._ways_of_one: list[tuple[int | None, int | None, Way]] = []
         self._free_at: dict[tuple[int, int], float] = {}
         self._connections = 0
         self._changed: asyncio.Future[None] | None = None
@@ -526,20 +530,17 @@ class Network:
         self._poll.close()
 
     def note(self, *event: Any) -> None:
-        """Add to the trace what happens now."""
-        self.trace.add(self.loop.now_ns, *event)
+        """Add to the trace what happens now. A replay that differs fails in the next turn of the loop."""
+        try:
+            self.trace.add(self.loop.now_ns, *event)
+        except ReplayDiverged as why:
+            self.loop.failure = why
 
     # Processes. ---------------------------------------------------------------------------------------------
 
     def new_host(self, cluster_id: int) -> Host:
         """Start a process. The last one of this cluster id has to be gone."""
-        place = self._places.get(cluster_id)
-        if place is None:
-            place = self._places[cluster_id] = len(self._clusters)
-            self._clusters.append(cluster_id)
-            for other in range(place):
-                self._tell_native(place, other)
-                self._tell_native(other, place)
+        place = self._place(cluster_id)
         old = self.hosts.get(place)
         host = self.hosts[place] = Host(self, cluster_id, place, old.incarnation + 1 if old is not None else 1)
         self.note("start", cluster_id, host.incarnation)
@@ -547,8 +548,15 @@ class Network:
         return host
 
     def host(self, cluster_id: int) -> Host:
-        """Return the newest process of a cluster id."""
-        return self.hosts[self._places[cluster_id]]
+        """Return the newest process of a cluster id. Raises ArgumentError if there never was one."""
+        host = self.hosts.get(self._places.get(cluster_id, -1))
+        if host is None:
+            started = ", ".join(str(host.cluster_id) for host in self.hosts.values()) or "none"
+            raise ArgumentError(
+                f"cluster_id={cluster_id!r} was never started in this simulation; started are: {started}",
+                hint="start it first, with SimCluster.datadist",
+            )
+        return host
 
     def crash(self, host: Host, *, silent: bool) -> None:
         """End a process at once. Unless `silent`, its host closes its connections; else nothing tells its peers."""
@@ -591,16 +599,19 @@ class Network:
 
     def set_way(self, way: Way, source: int | None = None, target: int | None = None) -> None:
         """Say how messages go from one cluster id to another from now on; None is every one."""
-        places = range(len(self._clusters))
-        sources = places if source is None else (self._place(source),)
-        targets = places if target is None else (self._place(target),)
-        if source is None and target is None:
+        one = None if source is None else self._place(source)
+        other = None if target is None else self._place(target)
+        if one is None and other is None:
             self._way = way
-        for one in sources:
-            for other in targets:
-                if one != other:
-                    self._ways[one, other] = way
-                    self._tell_native(one, other)
+            self._ways_of_one.clear()
+        elif one is None or other is None:
+            self._ways_of_one = [rule for rule in self._ways_of_one if rule[:2] != (one, other)]
+            self._ways_of_one.append((one, other, way))
+        places = range(len(self._clusters))
+        for pair in itertools.product(places if one is None else (one,), places if other is None else (other,)):
+            if pair[0] != pair[1]:
+                self._ways[pair] = way
+                self._tell_native(*pair)
         if not way.blocked:
             pipes, self.blocked_pipes = self.blocked_pipes, {}
             for pipe in pipes:
@@ -615,9 +626,17 @@ class Network:
         return self._ways.get((self._place(source), self._place(target)), self._way)
 
     def _place(self, cluster_id: int) -> int:
+        """Return the place of a cluster id, whose first process may still have to come."""
         place = self._places.get(cluster_id)
         if place is None:
-            place = self.new_host(cluster_id).place
+            place = self._places[cluster_id] = len(self._clusters)
+            self._clusters.append(cluster_id)
+            for other in range(place):
+                for pair in ((place, other), (other, place)):
+                    for source, target, way in self._ways_of_one:
+                        if pair[0] == source or pair[1] == target:
+                            self._ways[pair] = way
+                    self._tell_native(*pair)
         return place
 
     def _tell_native(self, source: int, target: int) -> None:
@@ -835,7 +854,10 @@ class Network:
 
     def heal(self) -> None:
         """Open all ways, and let all processes go on."""
-        for (source, target), way in tuple(self._ways.items()):
+        self._ways_of_one = [(one, other, way.replace(blocked=False)) for one, other, way in self._ways_of_one]
+        everywhere, self._way = self._way, self._way.replace(blocked=False)
+        for source, target in itertools.permutations(range(len(self._clusters)), 2):
+            way = self._ways.get((source, target), everywhere)
             if way.blocked:
                 self.note("unblock", self._clusters[source], self._clusters[target])
                 self.set_way(way.replace(blocked=False), self._clusters[source], self._clusters[target])

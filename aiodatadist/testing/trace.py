@@ -29,20 +29,26 @@ class Trace:
     Attributes
     ----------
     events : list of tuple
+    diverged : bool
+        Whether the saved run did something else.
     """
 
     def __init__(self, seed: int, script: list[Any] | None = None, expected: Trace | None = None) -> None:
         self.seed = seed
         self.script = script
         self.events: list[tuple[Any, ...]] = []
+        self.diverged = False
         self._expected = expected
 
     def add(self, *event: Any) -> None:
-        """Note an event. Raises `ReplayDiverged` if the saved run did something else."""
+        """Note an event. Raises `ReplayDiverged` if the saved run did something else; what comes then is not noted."""
+        if self.diverged:
+            return
         if self._expected is not None:
             number = len(self.events)
             # What comes after the end of what was saved is not compared: a test that failed was saved there.
             if number < len(self._expected.events) and (then := self._expected.events[number]) != event:
+                self.diverged = True
                 raise ReplayDiverged(f"event {number} was {then} and is now {event}")
         self.events.append(event)
 
