@@ -7,6 +7,9 @@ loop to wait in. Leaving one of these then does nothing. `_loop` hands them on t
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import functools
+import sys
 from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self
@@ -91,8 +94,16 @@ class Tasks:
         return await self._group.__aexit__(kind, error, trace)
 
     def start(self, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any, name: str | None = None) -> None:
-        """Start a task in the group."""
-        self._group.start_soon(function, *args, name=name)
+        """Start a task in the group, from a task or a callback of the loop."""
+        start: Callable[[], object] = functools.partial(self._group.start_soon, function, *args, name=name)
+        sniffio: Any = sys.modules.get("sniffio")
+        if sniffio is None or asyncio.current_task() is not None:
+            start()
+            return
+        # Where sniffio is installed, anyio asks it which loop is running, and it knows of none outside of tasks.
+        context = contextvars.copy_context()
+        context.run(sniffio.current_async_library_cvar.set, "asyncio")
+        context.run(start)
 
     def cancel(self) -> None:
         """Cancel all tasks of the group and what the group's block does."""

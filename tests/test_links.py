@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import gc
 import random
+import subprocess
+import sys
 import warnings
 from collections.abc import AsyncIterator
 from typing import Any
@@ -828,3 +830,27 @@ async def test_transfers_end_typed_when_the_link_goes(two: list[DataDist]) -> No
 def test_the_native_side_says_when_objects_are_left() -> None:
     if _core.debug:
         assert not any(_core.live_objects().values())
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_links_where_sniffio_is_and_is_not_installed(installed: bool) -> None:
+    """With it, anyio sees no loop in a callback; many packages bring it."""
+    if installed:
+        pytest.importorskip("sniffio")
+    code = f"""
+import asyncio, sys
+if not {installed}:
+    sys.modules["sniffio"] = None
+import aiodatadist as adt
+
+async def main():
+    async with adt.DataDist(1, listen="127.0.0.1:0") as one, adt.DataDist(2) as two:
+        info, linking = adt.ClusterInfo(1, one.listen_address), []
+        asyncio.get_running_loop().call_soon(lambda: linking.append(two.link(info)))
+        await asyncio.sleep(0)
+        assert (await linking[0]).state is adt.LinkState.READY
+
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
