@@ -14,7 +14,7 @@ import re
 import shlex
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -174,8 +174,8 @@ def _fixtures() -> object:
             options.pop("seeds", None)
             replay = request.config.stash.get(_replay, None)
             cluster = SimCluster(sim_seed, replay=replay, **options)
-            # The loop may be that of other tests too, and each seed is the same run all the same.
-            cast(VirtualLoop, asyncio.get_running_loop()).start_anew()
+            if isinstance(loop := asyncio.get_running_loop(), VirtualLoop):
+                loop.start_anew()  # it may be that of other tests too, and each seed is the same run all the same
             request.node.stash[_cluster] = cluster
             await cluster.__aenter__()
             yield cluster
