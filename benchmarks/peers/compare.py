@@ -76,6 +76,9 @@ def _arguments() -> argparse.Namespace:
         help="that move, in pools of twice the size (256MiB)",
     )
     parser.add_argument("--rounds", type=_rounds, default=5, metavar="N", help="their median counts (5)")
+    parser.add_argument(
+        "--huge-pages", action="store_true", help="ask for huge pages where memory is not aiodatadist's own"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the results there, too")
     parser.add_argument("--install", action="store_true", help="make the environments and measure nothing")
     arguments = parser.parse_args()
@@ -133,7 +136,7 @@ class _Comparison:
         for candidate, python in pythons.items():
             self._say(f"starting {candidate.name}")
             try:
-                pair = Pair(candidate, python, 2 * self.arguments.bytes)
+                pair = Pair(candidate, python, 2 * self.arguments.bytes, self.arguments.huge_pages)
             except Unavailable as why:
                 self._lost(candidate.name, why)
             else:
@@ -196,11 +199,12 @@ def main() -> int:
     finally:
         comparison.end()
     results = comparison.results
+    pages = "huge" if arguments.huge_pages else "usual"
+    versions = ", ".join(f"{name} {version}" for name, version in comparison.versions.items())
     print(
         f"{machine['date']}, {machine['cpus_usable']} x {machine['cpu']}, Linux {machine['kernel']}\n"
-        f"{size_text(arguments.bytes)} in scattered blocks, {arguments.rounds} rounds: medians; spread: distance "
-        "between the quartiles\n"
-        f"{', '.join(f'{name} {version}' for name, version in comparison.versions.items())}\n\n{results.tables()}"
+        f"{size_text(arguments.bytes)} in scattered blocks, {pages} pages, {arguments.rounds} rounds: medians\n"
+        f"spread: distance between the quartiles\n{versions}\n\n{results.tables()}"
     )
     if comparison.unavailable:
         print("\nNot measured:")
@@ -210,6 +214,7 @@ def main() -> int:
         text = {
             "machine": machine,
             "bytes": arguments.bytes,
+            "huge_pages": arguments.huge_pages,
             "rounds": arguments.rounds,
             "versions": comparison.versions,
             "unavailable": comparison.unavailable,

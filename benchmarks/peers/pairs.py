@@ -67,7 +67,7 @@ PEERS: Final = (
 
 
 class _Process:
-    def __init__(self, candidate: Candidate, python: Path, role: str, nbytes: int) -> None:
+    def __init__(self, candidate: Candidate, python: Path, role: str, nbytes: int, huge_pages: bool) -> None:
         self.role = role
         self._line, theirs = socket.socketpair()
         self._line.settimeout(_ANSWER_SECONDS)
@@ -78,7 +78,7 @@ class _Process:
         with theirs, self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [str(python), "-X", "faulthandler", str(script), str(theirs.fileno()), role, candidate.variant,
-                 str(nbytes)],
+                 str(nbytes), "huge" if huge_pages else "usual"],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()], env=variables, cwd=FOLDER,
                 # Ctrl-C is for the measuring process; this one ends with it.
                 start_new_session=True,
@@ -133,11 +133,11 @@ class Pair:
     version : str
     """
 
-    def __init__(self, candidate: Candidate, python: Path, nbytes: int) -> None:
+    def __init__(self, candidate: Candidate, python: Path, nbytes: int, huge_pages: bool) -> None:
         self.candidate = candidate
         self._nbytes = nbytes
-        self._passive = _Process(candidate, python, "passive", nbytes)
-        self._active = _Process(candidate, python, "active", nbytes)
+        self._passive = _Process(candidate, python, "passive", nbytes, huge_pages)
+        self._active = _Process(candidate, python, "active", nbytes, huge_pages)
         try:
             theirs, ours = self._both("open")
             self._both("meet", {"other": ours}, {"other": theirs})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -17,9 +18,15 @@ _CHUNK: Final = 1 << 21
 """Bytes looked at in one go: they stay in the cache."""
 
 
-def touched(nbytes: int) -> Memory:
-    """Return ordinary memory, all of whose pages are there."""
-    memory = np.empty(nbytes, np.uint8)
+def touched(nbytes: int, huge_pages: bool) -> Memory:
+    """Return ordinary memory, all of whose pages are there.
+
+    Not from numpy, which asks for huge pages wherever it can.
+    """
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge_pages:
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(pages, np.uint8)
     memory[:] = 0
     return memory
 

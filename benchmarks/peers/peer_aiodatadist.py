@@ -30,7 +30,7 @@ class Aiodatadist(Side):
 
     def open(self) -> Any:
         self.transport = "tcp" if self.variant == "tcp" else "shm"
-        self.memory = None if self.variant == "library" else touched(self.nbytes)
+        self.memory = None if self.variant == "library" else touched(self.nbytes, self.huge_pages)
         self.caches: list[adt.Cache] = []  # one, once there are blocks
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()

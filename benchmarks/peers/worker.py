@@ -39,6 +39,8 @@ class Side(ABC):
         Which of its ways to move data the peer shall take.
     nbytes : int
         Size of the pool.
+    huge_pages : bool
+        Whether to ask for huge pages in ordinary memory.
 
     Attributes
     ----------
@@ -54,10 +56,11 @@ class Side(ABC):
     here: Indices
     there: Indices
 
-    def __init__(self, active: bool, variant: str, nbytes: int) -> None:
+    def __init__(self, active: bool, variant: str, nbytes: int, huge_pages: bool) -> None:
         self.active = active
         self.variant = variant
         self.nbytes = nbytes
+        self.huge_pages = huge_pages
         self.block = 0
 
     # What a peer does. ---------------------------------------------------------------------------------------
@@ -141,9 +144,9 @@ class Side(ABC):
 class OrdinaryMemory(Side):
     """A side whose pool is ordinary memory, the same for all sizes of blocks."""
 
-    def __init__(self, active: bool, variant: str, nbytes: int) -> None:
-        super().__init__(active, variant, nbytes)
-        self.memory = touched(nbytes)
+    def __init__(self, active: bool, variant: str, nbytes: int, huge_pages: bool) -> None:
+        super().__init__(active, variant, nbytes, huge_pages)
+        self.memory = touched(nbytes, huge_pages)
         self.address = int(self.memory.ctypes.data)
 
     def make_pool(self) -> Memory:
@@ -151,7 +154,7 @@ class OrdinaryMemory(Side):
 
 
 def main(kind: type[Side]) -> None:
-    """Run one process: the arguments are a descriptor, the role, the variant and the size of the pool."""
+    """Run one process: the arguments are a descriptor, role, variant, size of the pool, and ``huge`` or ``usual``."""
     line = socket.socket(fileno=int(sys.argv[1]))
     active, variant, nbytes = sys.argv[2] == "active", sys.argv[3], int(sys.argv[4])
     side: Side | None = None
@@ -165,7 +168,7 @@ def main(kind: type[Side]) -> None:
             name, arguments = json.loads(text)
             try:
                 if side is None:
-                    side = kind(active, variant, nbytes)
+                    side = kind(active, variant, nbytes, sys.argv[5] == "huge")
                 answer = ["", side.call(name, arguments)]
             except Exception as why:
                 traceback.print_exc()
