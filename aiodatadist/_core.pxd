@@ -456,7 +456,8 @@ cdef class Pair:
     cdef object cache
     cdef object peer
     cdef Counts counts
-    cdef object new_transfer
+    cdef object transfer_type
+    cdef dict of_loop
     cdef double default_timeout
     cdef uint32_t num_tensors
     cdef bint readable

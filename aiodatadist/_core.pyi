@@ -1,3 +1,4 @@
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, Self, SupportsIndex, TypeAlias, final
 
@@ -310,7 +311,8 @@ class Pair:
         cache: Any,
         peer: int,
         counts: Counts,
-        new_transfer: Callable[[], Any],
+        transfer_type: type[asyncio.Future[None]],
+        loop: asyncio.AbstractEventLoop,
         default_timeout: float,
         num_tensors: int,
         readable: bool,

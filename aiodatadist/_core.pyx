@@ -19,6 +19,7 @@ from cpython.buffer cimport (
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.long cimport PyLong_AsLongLong, PyLong_CheckExact
 from cpython.number cimport PyNumber_Index
+from cpython.object cimport PyObject_Call
 from cpython.ref cimport Py_DECREF, Py_INCREF
 cimport cython
 from cython.operator cimport dereference as deref
@@ -832,16 +833,17 @@ cdef class Pair:
                                self.remote.transport == "local")
         return error_from_native(result.status, transport=self.remote.transport)
 
-    def prepare(self, cache, peer, Counts counts, new_transfer, double default_timeout, uint32_t num_tensors,
+    def prepare(self, cache, peer, Counts counts, transfer_type, loop, double default_timeout, uint32_t num_tensors,
                 bint readable, bint writable):
         """Have `pull` and `push` work: all `num_tensors` tensors, from blocks to blocks of one size.
 
-        `new_transfer` makes a transfer, which is driven as by `submit` and counted in `counts`.
+        A transfer is a `transfer_type` of `loop`, driven as by `submit` and counted in `counts`.
         """
         self.cache = cache
         self.peer = peer
         self.counts = counts
-        self.new_transfer = new_transfer
+        self.transfer_type = transfer_type
+        self.of_loop = {"loop": loop}  # made once: each call would make one anew
         self.default_timeout = default_timeout
         self.num_tensors = num_tensors
         self.readable = readable
@@ -867,7 +869,7 @@ cdef class Pair:
             seconds = timeout
             if not 0.0 < seconds <= 1e9:
                 return None
-        transfer = self.new_transfer()
+        transfer = PyObject_Call(self.transfer_type, (), self.of_loop)
         self.begin(transfer, opcode, local_blocks, remote_blocks, 0, 0, self.num_tensors, seconds, True, &result)
         if result.status == ADT_OK:
             self.counts.started += 1
@@ -905,7 +907,7 @@ cdef class Pair:
             self.counts.bytes_pulled += nbytes
         else:
             self.counts.bytes_pushed += nbytes
-        transfer._bytes_done = transfer._bytes_total = nbytes
+        transfer._bytes_total = nbytes
         transfer.set_result(None)
 
     def submit_layers(self, part, local_side, remote_side, Gate gate, uint32_t first_layer, uint32_t per_layer,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, SupportsIndex
@@ -55,7 +54,6 @@ class CacheManager(CacheRegistry):
         self._waiting = dd._center.waiting_transfers
         self._copies = Copies(self, dd._center.copied)
         self._default_seconds = dd._config.transfer_timeout or 0.0
-        self._new_transfer = functools.partial(Transfer, loop=self._loop)
 
     def _on_cache_quiet(self, cache_id: int) -> None:
         self._copies.forget(cache_id)
@@ -626,8 +624,8 @@ class CacheManager(CacheRegistry):
                 entry.pairs[cache.id] = pair
                 if here.num_tensors == there.num_tensors:
                     pair.prepare(
-                        cache, entry.link.cluster_id, entry.link._counters, self._new_transfer, self._default_seconds,
-                        here.num_tensors, not cache.read_only, entry.access == "rw",
+                        cache, entry.link.cluster_id, entry.link._counters, Transfer, self._loop,
+                        self._default_seconds, here.num_tensors, not cache.read_only, entry.access == "rw",
                     )  # fmt: skip
         return pair
 

@@ -76,7 +76,7 @@ class Transfer(asyncio.Future[T]):
         The local cache could not be registered.
     """
 
-    # Set when the transfer is pending; a transfer that is done at once never has them, which keeps it cheap.
+    # Set when the transfer is pending; a transfer that is done at once has only `_bytes_total`, which keeps it cheap.
     __slots__ = (
         "_bytes_done",
         "_bytes_total",
@@ -133,7 +133,9 @@ class Transfer(asyncio.Future[T]):
     def progress(self) -> Progress:
         """Bytes that have landed and bytes in all, also after the end. Exact once the transfer is done."""
         total = getattr(self, "_bytes_total", 0)
-        done = getattr(self, "_bytes_done", 0)
+        done = getattr(self, "_bytes_done", None)
+        if done is None:
+            done = total if self.done() else 0
         native = getattr(self, "_native", None)
         if native is not None and self._op:
             running = native.progress(self._op)
