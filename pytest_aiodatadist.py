@@ -176,8 +176,8 @@ def _fixtures() -> object:
             cluster = SimCluster(sim_seed, replay=replay, **options)
             if isinstance(loop := asyncio.get_running_loop(), VirtualLoop):
                 loop.start_anew()  # it may be that of other tests too, and each seed is the same run all the same
-            request.node.stash[_cluster] = cluster
             await cluster.__aenter__()
+            request.node.stash[_cluster] = cluster
             yield cluster
             # After a failure nothing waits for the end of what hangs.
             failure = request.node.stash.get(_failure, None)

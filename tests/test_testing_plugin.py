@@ -268,6 +268,12 @@ def test_a_failing_seed_is_printed_and_comes_again(suite: pytest.Pytester) -> No
     result.stderr.fnmatch_lines(["*--sim-replay: nowhere.json is no trace that can be read*"])
 
 
+def test_a_cluster_in_a_test_that_pytest_asyncio_does_not_run_says_what_it_needs(suite: pytest.Pytester) -> None:
+    result = run(suite, "def test_synchronous(sim_cluster):\n    pass\n")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*RuntimeError: a SimCluster needs a virtual clock: run the test with *"])
+
+
 def test_commands_are_for_the_folder_in_which_pytest_was_called(
     suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
