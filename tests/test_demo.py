@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import aiodatadist as adt
+from aiodatadist import _core
 from aiodatadist.commands import CommandError, demo, demo_messages, demo_nodes, main
 from aiodatadist.model import draw_prompt
 
@@ -70,6 +71,20 @@ def test_every_transport_and_memory_brings_the_same_tokens() -> None:
         assert "\nOK: " in done.stdout
         texts.add(row(done.stdout, "generated"))
     assert len(texts) == 1
+
+
+def test_verbs_is_used_or_the_reason_is_told() -> None:
+    """What was asked for is not replaced by something else in silence."""
+    probed = {name: (usable, why) for name, usable, why in _core.probe_transports()}
+    usable, why = probed.get("verbs", (False, "verbs"))
+    done = run_demo("--transport", "verbs", "--tokens", "8")
+    if usable:
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert row(done.stdout, "path").startswith("verbs")
+    else:
+        assert done.returncode == 1
+        assert "verbs was asked for" in done.stderr
+        assert why in done.stderr
 
 
 def test_layers_are_pushed_while_the_model_computes() -> None:

@@ -279,7 +279,7 @@ async def _play(arguments: argparse.Namespace, prompt: str, tokens: list[int], s
         pids = ", ".join(f"{node.name} process {node.process.pid}" for node in (prefill, decode, reference))
         progress(f"started {pids}", "loading the model")
         setting = _SETTINGS[arguments.model]
-        loading = msg.Load(arguments.model, _cache_dir(arguments), setting.num_blocks, setting.limit)
+        loading = msg.Load(arguments.model, _cache_dir(arguments), setting.num_blocks, _limit(arguments))
         for node in (prefill, decode, reference):
             await node.send(loading)
         # All of them, before anybody measures anything.
@@ -371,9 +371,15 @@ def _check_path(linked: msg.Linked, transport: str) -> None:
         raise CommandError(f"{transport} was asked for, and the cache would travel over {linked.cache}: {_why(linked)}")
 
 
+def _limit(arguments: argparse.Namespace) -> float:
+    """Return the seconds after which the demo ends. RDMA devices in software are slow."""
+    limit = _SETTINGS[arguments.model].limit
+    return limit * 5 if arguments.transport == "verbs" else limit
+
+
 async def _play_within_limit(arguments: argparse.Namespace, prompt: str, tokens: list[int], seed: int) -> Story:
     progress = Progress()
-    limit = _SETTINGS[arguments.model].limit
+    limit = _limit(arguments)
     try:
         async with asyncio.timeout(limit):
             return await _play(arguments, prompt, tokens, seed, progress)
@@ -629,9 +635,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--transport",
-        choices=("auto", "shm", "tcp"),
+        choices=("auto", "shm", "tcp", "verbs"),
         default="auto",
-        help="what the blocks travel over; auto takes the best that works, shm fails if it does not work (auto)",
+        help="what the blocks travel over; auto takes the best that works, shm and verbs fail if they do not (auto)",
     )
     parser.add_argument(
         "--memory",

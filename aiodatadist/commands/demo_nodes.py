@@ -107,8 +107,12 @@ class Console:
 def _config(transport: str) -> adt.Config:
     if transport == "auto":
         return adt.Config.from_env()
-    # For shm, tcp stays second: a link that cannot use shm then exists, and can say why it does not.
-    return adt.Config(transports=("shm", "tcp") if transport == "shm" else ("tcp",))
+    # tcp stays second: a link that cannot use what was asked for then exists, and can say why it does not.
+    transports = ("tcp",) if transport == "tcp" else (transport, "tcp")
+    if transport != "verbs":
+        return adt.Config(transports=transports)
+    # The environment names the NICs. The demo's own limit is enough: devices in software are slow.
+    return adt.Config.from_env(transports=transports, transfer_timeout=None)
 
 
 def _register(dd: adt.DataDist, model: Model, num_blocks: int, memory: str, key: adt.BlocksCacheKey) -> adt.Cache:
