@@ -13,6 +13,9 @@ Environment:
     Instrument with these sanitizers (a comma separated list).
 ``AIODATADIST_WERROR=1``
     Warnings in the hand-written C++ are errors.
+``AIODATADIST_VERBS=0``
+    Leave the transport verbs out although the headers of rdma-core are there. They are needed to build it; the
+    library itself is opened at run time.
 """
 
 from __future__ import annotations
@@ -56,6 +59,16 @@ def is_set(name: str) -> bool:
     return os.environ.get(name, "") not in ("", "0")
 
 
+def has_verbs() -> bool:
+    """Say whether the compiler will find infiniband/verbs.h, and verbs is not to be left out."""
+    if os.environ.get("AIODATADIST_VERBS") == "0":
+        return False
+    named = [os.environ.get(name, "").split(":") for name in ("CPATH", "CPLUS_INCLUDE_PATH")]
+    folders = [folder for names in named for folder in names if folder]
+    folders += [f"{sys.prefix}/include", "/usr/local/include", "/usr/include"]
+    return any(os.path.exists(f"{folder}/infiniband/verbs.h") for folder in folders)
+
+
 class Flavour:
     """What the environment asks for: flags, macros and a name for the object directory."""
 
@@ -69,7 +82,7 @@ class Flavour:
         self.name = "-".join((["debug"] if self.debug else []) + sanitizers) or "release"
         self.compile_flags = ["-std=c++17", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-pthread"]
         self.link_flags = ["-pthread"]
-        self.macros: list[tuple[str, str | None]] = []
+        self.macros: list[tuple[str, str | None]] = [("AIODATADIST_VERBS", "1")] if has_verbs() else []
         if self.debug or sanitizers:
             self.compile_flags += ["-O1", "-g", "-fno-omit-frame-pointer"]
         else:

@@ -33,6 +33,13 @@ cdef extern from "aiodatadist/transport.h" nogil:
         const void *data
         size_t size
         int fd
+    ctypedef struct adt_rdma_t:
+        const char *device
+        int32_t gid_index
+        uint8_t traffic_class
+        uint8_t service_level
+        uint8_t timeout
+        uint8_t retry_count
     ctypedef struct adt_path_t:
         const char *name
     ctypedef struct adt_probe_t:
@@ -84,6 +91,7 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
         lease_answer
         lease_lost
         layer_done
+        endpoint_settled
         layer_arrived
 
     cdef struct CEvent "adt::Event":
@@ -107,6 +115,7 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
         uint64_t id
         cbool closed
         adt_geometry_t geometry
+        const cbool *registered "registered.data" ()
 
     cdef cppclass CRemoteCache "adt::RemoteCache":
         uint64_t id
@@ -245,6 +254,8 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
         shared_ptr[CNode] open_node(
             uint64_t cluster_id, shared_ptr[CRing] ring, uint64_t drain_ns, uint64_t heartbeat_ns,
             uint64_t inline_bytes, uint64_t populate_bytes) except +
+        @staticmethod
+        void use_rdma(CNode &node, const adt_rdma_t &rdma) except +
         void abort_node(const shared_ptr[CNode] &node) except +
         cbool node_quiet(const shared_ptr[CNode] &node)
         cbool wait_node_quiet(const shared_ptr[CNode] &node, uint64_t timeout_ns) except +
@@ -256,6 +267,7 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
             string &error) except +
         void disconnect(const shared_ptr[CPeer] &peer, adt_status_t status) except +
         cbool expose(const shared_ptr[CPeer] &peer) except +
+        string unsettled(const shared_ptr[CPeer] &peer) except +
         uint64_t fence(const shared_ptr[CPeer] &peer) except +
         uint64_t ping(const shared_ptr[CPeer] &peer) except +
         int loop_fd(const shared_ptr[CPeer] &peer) except +
@@ -335,6 +347,29 @@ cdef extern from "sim.hpp" namespace "adt" nogil:
         void bind(int fd, uint64_t link, unsigned end, uint64_t peer_place) except +
         void crash(uint64_t place) except +
         vector[CSimAccess] take_accesses() except +
+
+cdef extern from "verbs_stats.hpp" namespace "adt" nogil:
+    cdef cppclass CAtomic64 "std::atomic<uint64_t>":
+        uint64_t load()
+        void store(uint64_t value)
+    cdef cppclass CAtomic32 "std::atomic<uint32_t>":
+        void store(uint32_t value)
+    cdef cppclass CVerbsStats "adt::VerbsStats":
+        CAtomic64 registrations
+        CAtomic64 registered_bytes
+        CAtomic64 registrations_made
+        CAtomic64 registrations_shared
+        CAtomic64 queue_pairs
+        CAtomic64 rebuilds
+    CVerbsStats &verbs_stats()
+    cdef cppclass CVerbsLimits "adt::VerbsLimits":
+        CAtomic64 registration_bytes
+        CAtomic64 message_bytes
+        CAtomic32 sge
+        CAtomic32 requests
+    CVerbsLimits &verbs_limits()
+    cbool c_choose_rdma "adt::choose_rdma"(
+        const vector[string] &devices, int32_t gid_index, string &device, int32_t &chosen, string &words) except +
 
 cdef extern from "copy.hpp" namespace "adt" nogil:
     const char *stream_copy_name()

@@ -4,7 +4,7 @@
 
 Everything here is called in a DataDist's loop thread and keeps the GIL: the calls take microseconds, and beside a busy
 model thread letting the GIL go can cost seconds to get it back. The exceptions say so (`Engine.release`,
-`Node.wait_quiet`, `Region.populate`).
+`Node.wait_quiet`, `Node.register_cache`, `Region.populate`, `choose_rdma`).
 """
 from cpython.buffer cimport (
     Py_buffer,
@@ -53,6 +53,7 @@ EVENT_LEASE_OVER = <int>CEventKind.lease_over
 EVENT_LEASE_ANSWER = <int>CEventKind.lease_answer
 EVENT_LEASE_LOST = <int>CEventKind.lease_lost
 EVENT_LAYER_ARRIVED = <int>CEventKind.layer_arrived
+EVENT_ENDPOINT_SETTLED = <int>CEventKind.endpoint_settled
 READ = <int>ADT_READ
 WRITE = <int>ADT_WRITE
 WHOLE = 2**64 - 1
@@ -85,14 +86,61 @@ def transport_names():
     return [kTransports[i].name.decode() for i in range(kTransportCount)]
 
 
-def probe_transports():
-    """Ask each transport whether it is usable here: a list of (name, usable, what was found or why not)."""
+def probe_transports(names=None):
+    """Ask transports, or all, whether they are usable here: a list of (name, usable, what was found or why not)."""
     cdef adt_probe_t probe
     rows = []
     for i in range(kTransportCount):
-        kTransports[i].probe(&probe)
-        rows.append((kTransports[i].name.decode(), probe.usable != 0, (<bytes>probe.reason).decode()))
+        name = kTransports[i].name.decode()
+        if names is None or name in names:
+            kTransports[i].probe(&probe)
+            rows.append((name, probe.usable != 0, (<bytes>probe.reason).decode(errors="replace")))
     return rows
+
+
+def probe_transport(str name):
+    """Say why a transport is not usable here; empty if it is."""
+    cdef adt_probe_t probe
+    kTransports[transport_index(name)].probe(&probe)
+    return "" if probe.usable != 0 else (<bytes>probe.reason).decode(errors="replace")
+
+
+def choose_rdma(devices, int gid_index):
+    """Find the RDMA device, port and address that a DataDist would use, without the GIL: for a worker thread.
+
+    `devices` are names, or name:port, in order of preference; none: any. `gid_index` -1: choose. Returns (usable,
+    "name:port", index of the address, what was found or why none is usable).
+    """
+    cdef vector[string] names
+    cdef string device
+    cdef string words
+    cdef int32_t chosen = -1
+    cdef bint usable
+    for name in devices:
+        names.push_back((<str>name).encode())
+    with nogil:
+        usable = c_choose_rdma(names, gid_index, device, chosen, words)
+    return usable, device.decode(), chosen, words.decode(errors="replace")
+
+
+def rdma_stats():
+    """Count what verbs holds and has done in this process."""
+    return {
+        "registrations": verbs_stats().registrations.load(),
+        "registered_bytes": verbs_stats().registered_bytes.load(),
+        "registrations_made": verbs_stats().registrations_made.load(),
+        "registrations_shared": verbs_stats().registrations_shared.load(),
+        "queue_pairs": verbs_stats().queue_pairs.load(),
+        "rebuilds": verbs_stats().rebuilds.load(),
+    }
+
+
+def limit_rdma(*, uint64_t registration_bytes=0, uint64_t message_bytes=0, uint32_t sge=0, uint32_t requests=0):
+    """Have RDMA devices count as less able from now on, for tests. 0: as able as they are."""
+    verbs_limits().registration_bytes.store(registration_bytes)
+    verbs_limits().message_bytes.store(message_bytes)
+    verbs_limits().sge.store(sge)
+    verbs_limits().requests.store(requests)
 
 
 def copy_kernel():
@@ -414,15 +462,23 @@ cdef class Node:
     """Native side of one DataDist.
 
     `on_event(kind, peer_id, token, status, cache_id, nbytes, opcode)` is called from `Ring.drain`; a bound method is
-    held weakly.
+    held weakly. `rdma`, if there is any, is (device as "name:port", index of the address, traffic class, service level,
+    timeout, retry count).
     """
 
     def __cinit__(self, Engine engine, Ring ring, uint64_t cluster_id, on_event, *, double drain_timeout,
-                  double heartbeat_limit, uint64_t inline_bytes, uint64_t populate_limit):
+                  double heartbeat_limit, uint64_t inline_bytes, uint64_t populate_limit, rdma=None):
+        cdef adt_rdma_t settings
         self.engine = engine
         self.ring = ring
         self.node = engine.get().open_node(cluster_id, ring.ring, <uint64_t>(drain_timeout * 1e9),
                                            <uint64_t>(heartbeat_limit * 1e9), inline_bytes, populate_limit)
+        if rdma is not None:
+            device, settings.gid_index, settings.traffic_class, settings.service_level = rdma[:4]
+            settings.timeout, settings.retry_count = rdma[4:]
+            name = device.encode()
+            settings.device = name
+            CEngine.use_rdma(deref(self.node.get()), settings)
         handler = weakref.WeakMethod(on_event) if hasattr(on_event, "__self__") else (lambda: on_event)
         ring.nodes[self.node.get().id] = handler
 
@@ -502,7 +558,10 @@ cdef class Node:
             memory.region_id = region.region.id()
             memory.region_base = region.region.base()
             memory.region_bytes = region.region.bytes()
-        cdef adt_status_t status = self.engine.get().register_cache(self.node, memory, cache, error)
+        cdef CEngine *engine = self.engine.get()
+        cdef adt_status_t status
+        with nogil:  # called in a worker thread: a device may take seconds to pin the pages
+            status = engine.register_cache(self.node, memory, cache, error)
         if status != ADT_OK:
             raise error_from_native(status, detail=error.decode() or f"cache {cache_id}")
         cdef LocalCache result = LocalCache.__new__(LocalCache)
@@ -597,6 +656,8 @@ cdef class LocalCache:
             raise ClosedError(f"cache {self.id} is closed")  # its registrations with the transports may be gone
         keys = []
         for i in range(kTransportCount):
+            if not self.cache.get().registered()[i]:
+                continue
             name = kTransports[i].name.decode()
             fd = self.region.fd if self.region is not None and name == "shm" else -1
             keys.append((name, <bytes>self.node.engine.get().export_key(self.cache, i), fd))
@@ -655,6 +716,10 @@ cdef class Peer:
             reasons.append(f"{name}: {error.decode(errors='replace')}")
         raise TransportUnavailable(f"no transport reaches cache {cache_id} ({'; '.join(reasons) or 'no keys'})",
                                    reason="; ".join(reasons) or "the peer sent no usable key")
+
+    def unsettled(self):
+        """Say why the endpoint that settled last (EVENT_ENDPOINT_SETTLED) moves nothing; empty if it does."""
+        return self.node.engine.get().unsettled(self.peer).decode(errors="replace")
 
     def fence(self):
         """Ask the peer's engine to finish what it does to local memory; EVENT_FENCED with the token follows."""

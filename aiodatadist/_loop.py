@@ -22,7 +22,7 @@ import struct
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import anyio
@@ -819,11 +819,23 @@ class Runtime:
         """Wait until a task has ended, however it ended."""
         await asyncio.wait((task,))
 
-    def probe_transports(self) -> list[tuple[str, bool, str]]:
-        """Return name, whether it is usable, and what was found or why not, of each transport."""
+    def probe_transports(self, names: Sequence[str]) -> list[tuple[str, bool, str]]:
+        """Return name, whether it is usable, and what was found or why not, of these transports but verbs.
+
+        For that see `choose_rdma`: it opens devices, which may take long.
+        """
         from . import _core
 
-        return _core.probe_transports()
+        return _core.probe_transports([name for name in names if name != "verbs"])
+
+    async def choose_rdma(self, devices: tuple[str, ...], gid_index: int | None) -> tuple[bool, str, int, str]:
+        """Find the RDMA device to use; see `_core.choose_rdma`."""
+        from . import _core
+
+        found: tuple[bool, str, int, str] = await self.in_thread(
+            _core.choose_rdma, devices, -1 if gid_index is None else gid_index
+        )
+        return found
 
     def acquire_engine(self, copy_threads: int, io_threads: int) -> tuple[_core.Engine, bool]:
         """Return the engine to use, and whether it is the one of the process."""

@@ -20,7 +20,9 @@ KNOWN_TRANSPORTS: Final = ("shm", "tcp", "verbs", "hixl", "sim")
 
 _PREFIX: Final = "AIODATADIST_"
 # Read by setup.py and the native build, not here.
-_BUILD_VARIABLES: Final = frozenset({"AIODATADIST_DEBUG", "AIODATADIST_SANITIZE", "AIODATADIST_WERROR"})
+_BUILD_VARIABLES: Final = frozenset(
+    {"AIODATADIST_DEBUG", "AIODATADIST_SANITIZE", "AIODATADIST_WERROR", "AIODATADIST_VERBS"}
+)
 # Secrets stay out of the environment, which child processes inherit and crash reports show.
 _NOT_FROM_ENVIRONMENT: Final = frozenset({"cluster_key"})
 
@@ -44,7 +46,24 @@ _COUNTS: Final[Mapping[str, tuple[int, int]]] = {
     "io_threads": (1, 256),
     "tcp_connections": (1, 64),
     "notify_credits": (1, 65536),
+    "rdma_gid_index": (0, 255),
+    "rdma_traffic_class": (0, 255),
+    "rdma_service_level": (0, 7),
+    "rdma_timeout": (5, 20),
+    "rdma_retry_count": (1, 7),
 }
+_OPTIONAL_COUNTS: Final = frozenset({"rdma_gid_index"})
+_NAMES: Final = frozenset({"transports", "rdma_devices"})
+# What other programs' users have set already. It counts where the variable of our own is not set.
+_ALIASES: Final[Mapping[str, str]] = {
+    "KVCACHE_RDMA_NICS": "rdma_devices",
+    "HCCL_RDMA_TC": "rdma_traffic_class",
+    "HCCL_RDMA_SL": "rdma_service_level",
+    "HCCL_RDMA_TIMEOUT": "rdma_timeout",
+    "HCCL_RDMA_RETRY_CNT": "rdma_retry_count",
+}
+_DEVICES_MOST: Final = 32
+_DEVICE_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,63}(:[1-9][0-9]{0,2})?\Z", re.ASCII)
 _BYTES: Final[Mapping[str, tuple[int, int]]] = {
     "inline_bytes": (0, 16 * _MIB),
     "populate_limit": (0, 2**63 - 1),
@@ -62,8 +81,8 @@ class Config:
     ----------
     transports : tuple of str
         Transports that links may use, best first. A link takes the first that works with its peer;
-        ``link.path`` says which, and why not the others. This version has ``"shm"`` and ``"tcp"``; the other
-        known names count as not usable.
+        ``link.path`` says which, and why not the others. This version has ``"shm"``, ``"tcp"`` and, on machines
+        with RDMA, ``"verbs"``, which pins the memory of registered caches; the other known names count as not usable.
     cluster_key : bytes, optional
         A secret of 16 to 1024 bytes that both ends of every link have to prove; it never travels. Never shown by
         ``repr()``, and not read from the environment.
@@ -96,6 +115,20 @@ class Config:
         Largest payload of ``notify=``.
     control_max_bytes : int
         Largest message of the control stream, sent or received. At least `notify_max_bytes` plus 1 KiB.
+    rdma_devices : tuple of str
+        RDMA devices for verbs in order of preference, as ``"mlx5_0"`` or, with a port, ``"mlx5_0:1"``; the first that
+        is usable is taken. Empty: any. Read from ``AIODATADIST_RDMA_DEVICES``, or else ``KVCACHE_RDMA_NICS``.
+    rdma_gid_index : int or None
+        Which address of the device's port to use. None: RoCE v2 over IPv4 if there is one, or else the best there is.
+    rdma_traffic_class : int
+        Of RoCE packets, 0 to 255 in steps of 4: the DSCP times 4, by which switches find the lossless queue. Also
+        ``HCCL_RDMA_TC``.
+    rdma_service_level : int
+        0 to 7. Also ``HCCL_RDMA_SL``.
+    rdma_timeout : int
+        5 to 20: the device waits 4.096 us times 2 to this for an acknowledgement. Also ``HCCL_RDMA_TIMEOUT``.
+    rdma_retry_count : int
+        1 to 7: how often it tries again then. Also ``HCCL_RDMA_RETRY_CNT``.
     allow_any_ptracer : bool
         Let any process of this user read and write this process's memory where Yama restricts ptrace and
         there is more than one peer. Without it ordinary memory then travels over tcp.
@@ -127,6 +160,12 @@ class Config:
     notify_credits: int = 256
     notify_max_bytes: int = 64 * _KIB
     control_max_bytes: int = 4 * _MIB
+    rdma_devices: tuple[str, ...] = ()
+    rdma_gid_index: int | None = None
+    rdma_traffic_class: int = 0
+    rdma_service_level: int = 0
+    rdma_timeout: int = 14
+    rdma_retry_count: int = 7
     allow_any_ptracer: bool = False
 
     def __post_init__(self) -> None:
@@ -134,10 +173,18 @@ class Config:
         _check_cluster_key(self.cluster_key)
         for name, (least, most) in _SECONDS.items():
             object.__setattr__(self, name, _checked_seconds(name, getattr(self, name), least, most))
+        object.__setattr__(self, "rdma_devices", _checked_devices(self.rdma_devices))
         for name, (low, high) in _COUNTS.items():
+            if name in _OPTIONAL_COUNTS and getattr(self, name) is None:
+                continue
             object.__setattr__(self, name, _checked_integer(name, getattr(self, name), low, high, ""))
         for name, (low, high) in _BYTES.items():
             object.__setattr__(self, name, _checked_integer(name, getattr(self, name), low, high, " bytes"))
+        if self.rdma_traffic_class % 4:
+            raise ConfigError(
+                f"rdma_traffic_class={self.rdma_traffic_class} is no multiple of 4",
+                hint="give the DSCP times 4, such as 132 for DSCP 33",
+            )
         for name in _BOOLS:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r:.80} is no bool", hint="give True or False")
@@ -154,7 +201,9 @@ class Config:
 
         Each field but `cluster_key` has a variable, such as ``AIODATADIST_TRANSPORTS=tcp`` or
         ``AIODATADIST_COPY_THREADS=4``. Sizes take a suffix (``256KiB``, ``4GiB``), optional times ``none``,
-        and bools ``1``, ``0``, ``true`` or ``false``. A variable that is set but empty counts as not set.
+        and bools ``1``, ``0``, ``true`` or ``false``. A variable that is set but empty counts as not set. Where those
+        for RDMA are not set, ``KVCACHE_RDMA_NICS`` and ``HCCL_RDMA_TC``, ``_SL``, ``_TIMEOUT`` and ``_RETRY_CNT`` are
+        read in their place.
 
         Parameters
         ----------
@@ -180,6 +229,7 @@ class Config:
         environ = os.environ if environ is None else environ
         names = {_PREFIX + f.name.upper(): f.name for f in fields(cls) if f.name not in _NOT_FROM_ENVIRONMENT}
         values: dict[str, Any] = {}
+        read: list[str] = []
         for variable in sorted(environ):
             if not variable.startswith(_PREFIX) or variable in _BUILD_VARIABLES:
                 continue
@@ -192,10 +242,15 @@ class Config:
                 )
             elif name not in overrides and environ[variable].strip():
                 values[name] = _from_text(variable, name, environ[variable].strip())
+                read.append(variable)
+        for variable, name in _ALIASES.items():
+            if name not in values and name not in overrides and environ.get(variable, "").strip():
+                values[name] = _from_text(variable, name, environ[variable].strip())
+                read.append(variable)
         try:
             return cls(**values, **overrides)
         except ConfigError as why:
-            from_variables = ", ".join(_PREFIX + name.upper() for name in values)
+            from_variables = ", ".join(read)
             if from_variables:
                 why.add_note(f"taken from the environment: {from_variables}")
             raise
@@ -212,6 +267,18 @@ def _checked_transports(value: object) -> tuple[str, ...]:
             raise ConfigError(f"transports holds {name!r:.80}, which is no transport", hint=hint)
     if len(set(value)) != len(value):
         raise ConfigError(f"transports={value!r} names a transport twice", hint=hint)
+    return tuple(value)
+
+
+def _checked_devices(value: object) -> tuple[str, ...]:
+    hint = 'give names as `ibv_devices` lists them, such as ("mlx5_0",) or ("mlx5_0:1",)'
+    if isinstance(value, str) or not isinstance(value, (tuple, list)):
+        raise ConfigError(f"rdma_devices={value!r:.80} is no tuple of names", hint=hint)
+    if len(value) > _DEVICES_MOST:
+        raise ConfigError(f"rdma_devices holds {len(value)} names, above {_DEVICES_MOST}", hint="give fewer")
+    for name in value:
+        if not isinstance(name, str) or not _DEVICE_NAME.match(name):
+            raise ConfigError(f"rdma_devices holds {name!r:.80}, which is no name of a device", hint=hint)
     return tuple(value)
 
 
@@ -305,7 +372,7 @@ def _reader(name: str) -> Callable[[str], object]:
         return _read_count
     if name in _BYTES:
         return _read_size
-    return _read_bool if name in _BOOLS else _read_names
+    return _read_names if name in _NAMES else _read_bool
 
 
 def _from_text(variable: str, name: str, text: str) -> object:

@@ -47,8 +47,9 @@ Wrong use raises at the call; what goes wrong later is raised by the await.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 __all__ = [
     "ArgumentError",
@@ -709,6 +710,33 @@ _FROM_NATIVE: dict[NativeStatus, tuple[type[DataDistError], Status | None, str, 
 }
 
 
+_WORK: Final = -100
+# Why a work request of verbs has failed, by the number of ibv_wc_status.
+_WORK_FAILURES: Final[Mapping[int, tuple[str, str | None]]] = {
+    1: ("local length error", None),
+    2: ("local queue pair operation error", None),
+    4: ("local protection error: the local memory is not registered for this", None),
+    5: ("flushed with its queue pair", None),
+    7: ("bad response from the peer's device", None),
+    8: ("local access error", None),
+    9: ("the peer's device refused the request as invalid", None),
+    10: (
+        "remote access error: the peer's device does not permit this access to that memory",
+        "check that the peer's cache is still registered, and writable for a push",
+    ),
+    11: ("the peer's device could not complete the request", "look at the peer's device and its log"),
+    12: (
+        "transport retry counter exceeded: the peer's device has not acknowledged in time",
+        "check cable, switch and address (GID), or raise rdma_timeout and rdma_retry_count",
+    ),
+    13: ("the peer's device was not ready for too long", None),
+    16: ("the peer's device aborted the request", None),
+    19: ("fatal error of the device", "look at the kernel's log"),
+    20: ("no response in time", None),
+    21: ("general error of the device", "look at the kernel's log"),
+}
+
+
 def error_from_native(
     status: int,
     *,
@@ -725,7 +753,8 @@ def error_from_native(
     Parameters
     ----------
     status : int
-        A `NativeStatus`. OK, PENDING and unknown codes are no failure to report and give an InternalError.
+        A `NativeStatus`, or -100 minus an ibv_wc_status. OK, PENDING and unknown codes are no failure to report and
+        give an InternalError.
     peer : int, optional
         Cluster id.
     transport : str, optional
@@ -740,6 +769,10 @@ def error_from_native(
     DataDistError
         To be raised or set on a future by the caller.
     """
+    if (failed := _WORK_FAILURES.get(_WORK - status)) is not None:
+        words, hint = failed
+        said = f"RDMA: {words} (ibv_wc_status {_WORK - status})" + (f": {detail}" if detail else "")
+        return TransportError(said, peer=peer, transport=transport or "verbs", hint=hint)
     try:
         native = NativeStatus(status)
         cls, code, text, hint = _FROM_NATIVE[native]

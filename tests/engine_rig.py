@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+import pytest
 
 from aiodatadist import _core
 
@@ -21,6 +22,7 @@ MODES = ("threads", "step")
 CASES = (
     *((path, mode) for path in PATHS for mode in MODES if (path, mode) != ("tcp-short", "step")),
     ("sim", "step"),
+    pytest.param("verbs", "threads", marks=pytest.mark.verbs, id="verbs-threads"),
 )
 OK, BOUNDS, CANCELLED, TIMEOUT, PEER_LOST, ABORTED, CLOSED, FENCED = 0, -3, -6, -7, -8, -9, -10, -15
 NOT_FOUND, PERMISSION, PROTOCOL, LAYER_FAILED = -2, -4, -14, -20
@@ -177,6 +179,10 @@ class Rig:
             "inline_bytes": inline_bytes,
             "populate_limit": 1 << 30,
         }
+        if path == "verbs":
+            usable, device, gid_index, words = _core.choose_rdma([], -1)
+            assert usable, words
+            options["rdma"] = (device, gid_index, 0, 0, 14, 7)
         self.user = Side(self.engines[0], self.rings[0], 1, options)
         self.owner = Side(self.engines[-1], self.rings[-1], 2, options)
         self.sides = (self.user, self.owner)
@@ -191,7 +197,7 @@ class Rig:
         """Connect both sides (again)."""
         shm = self.path.startswith("shm")
         wire = socket.socketpair()
-        data = [socket.socketpair() for _ in range(0 if self.network else connections)]
+        data = [socket.socketpair() for _ in range(0 if self.transport in ("sim", "verbs") else connections)]
         self.links += 1
         for i, side in enumerate(self.sides):
             if self.network is not None:
@@ -210,6 +216,10 @@ class Rig:
             fd = -1 if self.stepped else side.peer.loop_fd()
             if fd >= 0:
                 self.loop_fds[fd] = side.peer
+        if self.path == "verbs":
+            for side in self.sides:
+                self.run(lambda side=side: side.seen(_core.EVENT_ENDPOINT_SETTLED))
+                assert side.to_peer.unsettled() == ""
 
     def tensors(self, geometry: Geometry, *, owner: bool = True, seed: int | None = None) -> Tensors:
         made = Tensors(geometry, region=owner and self.path == "shm-mapped")

@@ -82,6 +82,20 @@ BAD: list[tuple[str, Any]] = [
     ("notify_credits", 0),
     ("notify_max_bytes", 0),
     ("control_max_bytes", 1024),
+    ("rdma_devices", "mlx5_0"),
+    ("rdma_devices", ("mlx5 0",)),
+    ("rdma_devices", ("mlx5_0:0",)),
+    ("rdma_devices", (1,)),
+    ("rdma_devices", ("mlx5_0",) * 33),
+    ("rdma_gid_index", -1),
+    ("rdma_gid_index", 256),
+    ("rdma_traffic_class", 256),
+    ("rdma_traffic_class", 130),
+    ("rdma_service_level", 8),
+    ("rdma_timeout", 4),
+    ("rdma_timeout", 21),
+    ("rdma_retry_count", 0),
+    ("rdma_retry_count", 8),
     ("allow_any_ptracer", 1),
     ("allow_any_ptracer", None),
 ]
@@ -121,6 +135,28 @@ def test_the_key_is_never_shown() -> None:
 
 
 # --- the environment ------------------------------------------------------------------------------
+
+
+def test_names_of_others_for_rdma() -> None:
+    theirs = {
+        "KVCACHE_RDMA_NICS": "mlx5_0,mlx5_1:2",
+        "HCCL_RDMA_TC": "132",
+        "HCCL_RDMA_SL": "4",
+        "HCCL_RDMA_TIMEOUT": "20",
+        "HCCL_RDMA_RETRY_CNT": "3",
+    }
+    config = Config.from_env(theirs)
+    assert config.rdma_devices == ("mlx5_0", "mlx5_1:2")
+    assert (config.rdma_traffic_class, config.rdma_service_level) == (132, 4)
+    assert (config.rdma_timeout, config.rdma_retry_count) == (20, 3)
+    ours = {"AIODATADIST_RDMA_DEVICES": "rxe0", "AIODATADIST_RDMA_TIMEOUT": "14", "AIODATADIST_RDMA_GID_INDEX": "3"}
+    config = Config.from_env(theirs | ours, rdma_retry_count=7)
+    assert (config.rdma_devices, config.rdma_gid_index) == (("rxe0",), 3)
+    assert (config.rdma_timeout, config.rdma_retry_count, config.rdma_traffic_class) == (14, 7, 132)
+    for variable, text in (("HCCL_RDMA_TC", "133"), ("HCCL_RDMA_TIMEOUT", "4"), ("HCCL_RDMA_SL", "high")):
+        with pytest.raises(ConfigError) as caught:
+            Config.from_env({variable: text})
+        assert variable in str(caught.value) + "".join(caught.value.__notes__ if text != "high" else ())
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,11 +236,22 @@ def test_progress_is_kept_where_it_means_something() -> None:
     assert not hasattr(error_from_native(NativeStatus.PEER_LOST, bytes_done=3), "bytes_done")
 
 
+def test_failed_work_requests_say_what_it_means() -> None:
+    late = error_from_native(-112, peer=3)
+    assert type(late) is errors.TransportError
+    assert (late.peer, late.transport) == (3, "verbs")
+    assert "retry counter exceeded" in str(late)
+    assert "rdma_timeout" in (late.hint or "")
+    assert "remote access error" in str(error_from_native(-110))
+
+
 @given(st.integers(-(2**31), 2**31 - 1))
 def test_unknown_native_statuses_are_internal_errors(status: int) -> None:
     error = error_from_native(status, detail="d")
     if status in set(NATIVE):
         assert type(error) is EXPECTED[NativeStatus(status)]
+    elif -121 <= status < -100:  # of work requests, whose numbers have gaps
+        assert isinstance(error, errors.TransportError | errors.InternalError)
     else:
         assert isinstance(error, errors.InternalError)
         assert str(status) in str(error)

@@ -51,6 +51,7 @@ MESSAGES: list[wire.Message] = [
     wire.HostProof(proved=False, reason="another host"),
     wire.Agree(transports=["tcp"], data_connections=2),
     wire.Attached(),
+    wire.Settled(failed={"verbs": "nothing arrives"}),
     wire.CacheAnnounce(
         version=3,
         cache_id=9,

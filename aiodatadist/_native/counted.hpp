@@ -23,12 +23,15 @@ enum class Live : unsigned {
     served,
     gate,
     lease,
+    rdma_device,
+    registration,
+    queue_pair,
     count
 };
 
-inline const char *const kLiveNames[] = {"engine",       "ring",      "node",  "peer",   "local_cache",
-                                         "remote_cache", "operation", "batch", "region", "mapping",
-                                         "connection",   "served",    "gate",  "lease"};
+inline const char *const kLiveNames[] = {
+    "engine",  "ring",       "node",   "peer", "local_cache", "remote_cache", "operation",    "batch",     "region",
+    "mapping", "connection", "served", "gate", "lease",       "rdma_device",  "registration", "queue_pair"};
 
 constexpr unsigned kLiveCount = static_cast<unsigned>(Live::count);
 

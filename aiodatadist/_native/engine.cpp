@@ -29,9 +29,10 @@ adt_status_t adt_unsupported_execute(adt_transport_h, const adt_batch_t *) {
 adt_status_t adt_unsupported_cancel(adt_transport_h, adt_endpoint_h, uint64_t) {
     return ADT_ERR_UNSUPPORTED;
 }
-adt_status_t adt_unsupported_revoke(adt_transport_h, adt_endpoint_h, uint64_t) {
+adt_status_t adt_unsupported_revoke(adt_transport_h, adt_endpoint_h, uint64_t, uint32_t) {
     return ADT_ERR_UNSUPPORTED;
 }
+void adt_no_hear(adt_transport_h, adt_endpoint_h, const adt_message_t *) {}
 int adt_no_event_fd(adt_transport_h) {
     return -1;
 }
@@ -138,8 +139,17 @@ Engine::Engine(const Options &options)
     interest.data.u64 = tag(Ready::kick, 0);
     epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, kick_.get(), &interest);
 
-    host_ = {this, host_notify, host_now, host_begin_serve, host_end_serve, host_endpoint_lost};
-    const unsigned threads[kTransportCount] = {options.copy_threads, options.io_threads, 0};
+    host_ = {this,
+             host_notify,
+             host_now,
+             host_begin_serve,
+             host_end_serve,
+             host_endpoint_lost,
+             host_endpoint_settled,
+             host_endpoint_gone,
+             host_mem_gone,
+             host_tell};
+    const unsigned threads[kTransportCount] = {options.copy_threads, options.io_threads, 1, 0};
     for (unsigned i = 0; i < kTransportCount; ++i) {
         Transport &t = transports_[i];
         t.ops = kTransports[i];
@@ -717,7 +727,12 @@ void Engine::complete_batch(Section &s, const adt_completion_t &completion) {
         batch->detached = true;
         ++op.detached;
         if (op.opcode == ADT_WRITE) ++op.peer->leftovers[op.remote->id];
-        settle(s, op);
+        // One that failed by itself may still be on the wire as well.
+        if (op.stop == ADT_OK) {
+            stop_op(s, op, completion.status);
+        } else {
+            settle(s, op);
+        }
         return;
     }
     Lane &lane = lane_of(op);

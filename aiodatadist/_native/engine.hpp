@@ -54,6 +54,7 @@ enum class EventKind : uint32_t {
     lease_answer,       // token: question; status: OK or NOT_FOUND; bytes: the lease's TTL, ns
     lease_lost,         // token: lease of the peer that was adopted here; status: why its owner ended it
     layer_done,         // token: layer, from the operation's first; bytes: ns since it was recorded. The cookie is lent
+    endpoint_settled,   // token: transport; status: OK, or why it moves nothing (Engine::settled says so in words)
     layer_arrived,      // a peer's layer is in local memory. token: operation; bytes: layer; status: how many are left
 };
 
@@ -109,6 +110,7 @@ struct LocalCache : Counted<Live::local_cache> {
     std::vector<char *> tensors;
     uint32_t access = 0;
     std::array<adt_mem_h, kTransportCount> mems{};
+    std::array<bool, kTransportCount> registered{};
     // under Engine::mu_
     bool closed = false;
     bool quiet = false;
@@ -248,6 +250,8 @@ enum class Say : uint8_t {
     lease_over,    // a: lease of the sender that the receiver had adopted, status: why it has ended
     // Only told where the receiver's version knows it.
     layer,  // a: operation, b: cache of the receiver, c: its layer; all its bytes are there. status: how many are left
+    // Only where both use a transport whose endpoints talk: an adt_message, whose kind and small are flags and opcode.
+    endpoint,
 };
 struct WireMessage {
     uint8_t type;
@@ -351,12 +355,14 @@ struct Peer : Counted<Live::peer> {
     bool exposed = false;      // the peer's process can touch local memory by itself: same host, and it may have a key
     bool layers_told = false;  // the peer wants to hear of layers that have landed in its memory
     std::array<adt_endpoint_h, kTransportCount> endpoints{};
+    std::string unsettled;  // why an endpoint moves nothing; under Engine::mu_
     std::array<Lane, kTransportCount> lanes;
     // under Engine::mu_
     State state = State::active;
     adt_status_t end_status = ADT_OK;
     bool endpoints_gone = false;
-    bool process_gone = false;  // or another program, which has nothing of what the peer had mapped
+    int32_t endpoints_going = 0;  // of those that were disconnected, the ones by which the peer may still come
+    bool process_gone = false;    // or another program, which has nothing of what the peer had mapped
     bool goodbye_sent = false;
     bool goodbye_received = false;
     bool wire_open = true;
@@ -405,6 +411,8 @@ struct Node : Counted<Live::node> {
     uint64_t heartbeat_limit_ns = 0;
     uint64_t inline_bytes = 0;
     uint64_t populate_bytes = 0;
+    std::string rdma_device;  // empty: the node uses no RDMA
+    adt_rdma_t rdma{};
     // under Engine::mu_
     std::unordered_map<uint64_t, std::shared_ptr<LocalCache>> caches;
     std::unordered_map<uint64_t, std::shared_ptr<Peer>> peers;
@@ -521,6 +529,8 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
 
     std::shared_ptr<Node> open_node(uint64_t cluster_id, std::shared_ptr<Ring> ring, uint64_t drain_ns,
                                     uint64_t heartbeat_limit_ns, uint64_t inline_bytes, uint64_t populate_bytes);
+    // Before the node has caches or links; rdma.device is copied.
+    static void use_rdma(Node &node, const adt_rdma_t &rdma);
     void abort_node(const std::shared_ptr<Node> &node);
     bool node_quiet(const std::shared_ptr<Node> &node);
     bool wait_node_quiet(const std::shared_ptr<Node> &node, uint64_t timeout_ns);  // blocks
@@ -535,6 +545,8 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
     void disconnect(const std::shared_ptr<Peer> &peer, adt_status_t status);
     // Before the peer gets its first key. False: the link is over, and it must not get one.
     bool expose(const std::shared_ptr<Peer> &peer);
+    // Why the endpoint that event endpoint_settled named moves nothing; empty if it does.
+    std::string unsettled(const std::shared_ptr<Peer> &peer);
     uint64_t fence(const std::shared_ptr<Peer> &peer);
     uint64_t ping(const std::shared_ptr<Peer> &peer);
     // A duplicate of the descriptor on which the loop may wait for short answers, or -1; the caller closes it.
@@ -640,6 +652,8 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
     void disconnect_endpoints(const std::shared_ptr<Peer> &peer);
     void settle_peer(Section &s, Peer &peer);
     void settle_cache(Section &s, Node &node, LocalCache &cache);
+    void deregister(LocalCache &cache, std::shared_ptr<Ring> ring, const Event &event);
+    bool pinned(const LocalCache &cache) const;
     void close_local(Section &s, const std::shared_ptr<Node> &node, const std::shared_ptr<LocalCache> &cache);
     void send(Section &s, Peer &peer, const WireMessage &message);
     void tell_end(Section &s, Peer &peer, Say type, uint64_t op, uint64_t cache, uint64_t bytes, adt_status_t status,
@@ -683,6 +697,10 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
     static adt_status_t host_begin_serve(void *ctx, void *link, adt_request_t *request, void **token);
     static void host_end_serve(void *ctx, void *token);
     static void host_endpoint_lost(void *ctx, void *link, adt_status_t status, const char *reason);
+    static void host_endpoint_settled(void *ctx, void *link, adt_status_t status, const char *reason);
+    static void host_endpoint_gone(void *ctx, void *link);
+    static void host_mem_gone(void *ctx, void *token);
+    static void host_tell(void *ctx, void *link, const adt_message_t *message);
 
     // progress thread
     void run();

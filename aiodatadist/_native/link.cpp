@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cassert>
 #include <cerrno>
 #include <cstring>
@@ -57,6 +58,12 @@ std::shared_ptr<Node> Engine::open_node(uint64_t cluster_id, std::shared_ptr<Rin
     node->id = next_id_++;
     nodes_.emplace(node->id, node);
     return node;
+}
+
+void Engine::use_rdma(Node &node, const adt_rdma_t &rdma) {
+    node.rdma_device = rdma.device;
+    node.rdma = rdma;
+    node.rdma.device = node.rdma_device.c_str();
 }
 
 void Engine::abort_node(const std::shared_ptr<Node> &node) {
@@ -131,22 +138,24 @@ adt_status_t Engine::register_cache(const std::shared_ptr<Node> &node, const adt
     for (uint32_t i = 0; i < memory.geometry.num_tensors; ++i) {
         cache->tensors.push_back(static_cast<char *>(memory.tensors[i]));
     }
+    adt_memory_t known = memory;
+    known.rdma = node->rdma_device.empty() ? nullptr : &node->rdma;
     for (unsigned i = 0; i < kTransportCount; ++i) {
         const Transport &t = transports_[i];
-        const adt_status_t status = t.ops->reg_mem(t.handle, &memory, &cache->mems[i]);
-        if (status == ADT_OK) continue;
+        if (known.rdma == nullptr && (t.ops->flags & ADT_TRANSPORT_PINS) != 0) continue;
+        const adt_status_t status = t.ops->reg_mem(t.handle, &known, &cache->mems[i]);
+        if (status == ADT_OK) {
+            cache->registered[i] = true;
+            continue;
+        }
         error = std::string(t.ops->name) + ": " + last_error(i);
-        for (unsigned k = 0; k < i; ++k) transports_[k].ops->dereg_mem(transports_[k].handle, cache->mems[k]);
+        deregister(*cache, nullptr, {});
         return status;
     }
     Section s(*this);
     if (!node->caches.emplace(cache->id, cache).second) {
         error = "a cache with this id is registered already";
-        s.defer([this, cache] {
-            for (unsigned i = 0; i < kTransportCount; ++i) {
-                transports_[i].ops->dereg_mem(transports_[i].handle, cache->mems[i]);
-            }
-        });
+        s.defer([this, cache] { deregister(*cache, nullptr, {}); });
         return ADT_ERR_INVALID;
     }
     out = cache;
@@ -155,7 +164,48 @@ adt_status_t Engine::register_cache(const std::shared_ptr<Node> &node, const adt
     return ADT_OK;
 }
 
+namespace {
+
+// A cache that is told to be quiet when the last transport has let go of its memory.
+struct Going {
+    std::shared_ptr<Ring> ring;
+    Event event;
+    std::atomic<uint32_t> left{1};
+
+    void one_less() {
+        if (left.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+        if (ring) ring->push(event);
+        delete this;
+    }
+};
+
+}  // namespace
+
+// Takes a cache back from all transports, and then pushes the event, if there is a ring.
+void Engine::deregister(LocalCache &cache, std::shared_ptr<Ring> ring, const Event &event) {
+    auto *const going = new Going{std::move(ring), event};
+    for (unsigned i = 0; i < kTransportCount; ++i) {
+        if (!std::exchange(cache.registered[i], false)) continue;
+        going->left.fetch_add(1, std::memory_order_relaxed);
+        const Transport &t = transports_[i];
+        if (t.ops->dereg_mem(t.handle, cache.mems[i], going) != ADT_PENDING) going->one_less();
+    }
+    going->one_less();
+}
+
+void Engine::host_mem_gone(void *, void *token) {
+    static_cast<Going *>(token)->one_less();
+}
+
+bool Engine::pinned(const LocalCache &cache) const {
+    for (unsigned i = 0; i < kTransportCount; ++i) {
+        if (cache.registered[i] && (transports_[i].ops->flags & ADT_TRANSPORT_PINS) != 0) return true;
+    }
+    return false;
+}
+
 std::string Engine::export_key(const std::shared_ptr<LocalCache> &cache, unsigned transport) {
+    if (!cache->registered[transport]) return {};
     const Transport &t = transports_[transport];
     size_t size = 0;
     t.ops->export_key(t.handle, cache->mems[transport], nullptr, 0, &size);
@@ -195,14 +245,12 @@ void Engine::settle_cache(Section &s, Node &node, LocalCache &cache) {
     event.node = node.id;
     event.cache = cache.id;
     event.token = cache.id;
-    emit(node, event);
     const auto found = node.caches.find(cache.id);
+    // Whoever hears of it may give the memory away: not while a device still has it.
+    std::shared_ptr<Ring> later = found != node.caches.end() && pinned(cache) ? node.ring : nullptr;
+    if (!later) emit(node, event);
     if (found == node.caches.end()) return;
-    s.defer([this, keep = found->second] {
-        for (unsigned i = 0; i < kTransportCount; ++i) {
-            transports_[i].ops->dereg_mem(transports_[i].handle, keep->mems[i]);
-        }
-    });
+    s.defer([this, keep = found->second, later, event] { deregister(*keep, later, event); });
     node.caches.erase(found);
 }
 
@@ -278,6 +326,7 @@ adt_status_t Engine::import_local(const std::shared_ptr<Node> &node, const std::
     }
     adt_status_t status = ADT_ERR_UNSUPPORTED;
     for (unsigned i = 0; i < kTransportCount && status == ADT_ERR_UNSUPPORTED; ++i) {
+        if (!source->registered[i]) continue;
         const Transport &t = transports_[i];
         status = t.ops->import_local(t.handle, source->mems[i], &cache->geometry, &cache->handle, &cache->path);
         cache->transport = i;
@@ -386,6 +435,7 @@ adt_status_t Engine::connect(const std::shared_ptr<Node> &node, const ConnectReq
             params.dialed = request.dialed ? 1 : 0;
             params.populate_bytes = node->populate_bytes;
             params.wire = peer->wire.get();
+            params.rdma = node->rdma_device.empty() ? nullptr : &node->rdma;
             std::vector<int> taken;
             if (t.ops == &kTcpOps) {
                 taken.reserve(data.size());
@@ -474,12 +524,15 @@ void Engine::disconnect_endpoints(const std::shared_ptr<Peer> &peer) {
     {
         const std::lock_guard<std::recursive_mutex> lock(endpoints_mu_);
         if (peer->endpoints_gone) return;
+        int32_t going = 0;
         for (unsigned i = 0; i < kTransportCount; ++i) {
-            if (peer->endpoints[i] != nullptr)
-                transports_[i].ops->disconnect(transports_[i].handle, peer->endpoints[i]);
+            if (peer->endpoints[i] == nullptr) continue;
+            if (transports_[i].ops->disconnect(transports_[i].handle, peer->endpoints[i]) == ADT_PENDING) ++going;
         }
         const std::lock_guard<std::mutex> state(mu_);
         peer->endpoints_gone = true;
+        // One may have called back already.
+        peer->endpoints_going += going;
     }
     Section s(*this);
     settle_peer(s, *peer);
@@ -488,7 +541,8 @@ void Engine::disconnect_endpoints(const std::shared_ptr<Peer> &peer) {
 // Looks whether an ending link is quiet: nothing of ours is left on the peer's memory, nothing of the peer's on ours.
 void Engine::settle_peer(Section &s, Peer &peer) {
     if (peer.state == Peer::State::active) return;
-    const bool ours_done = peer.ops.empty() && peer.inline_active == 0 && peer.endpoints_gone;
+    const bool ours_done =
+        peer.ops.empty() && peer.inline_active == 0 && peer.endpoints_gone && peer.endpoints_going == 0;
     if (ours_done && !peer.goodbye_sent) {
         peer.goodbye_sent = true;
         send(s, peer, {static_cast<uint8_t>(Say::goodbye), 0, 0, 0, 0, 0, 0});
@@ -701,6 +755,21 @@ void Engine::handle(Section &s, Peer &peer, const WireMessage &message) {
             inform(peer, EventKind::layer_arrived, message);
             return;
         }
+        case Say::endpoint: {
+            const auto found = peers_.find(peer.id);
+            if (found == peers_.end()) return;
+            s.defer([this, keep = found->second,
+                     told = adt_message_t{message.flags, 0, message.opcode, message.status, message.a, message.b,
+                                          message.c}] {
+                for (unsigned i = 0; i < kTransportCount; ++i) {
+                    with_endpoint(keep, i,
+                                  [&](const adt_transport_ops_t *ops, adt_transport_h handle, adt_endpoint_h endpoint) {
+                                      ops->hear(handle, endpoint, &told);
+                                  });
+                }
+            });
+            return;
+        }
     }
     end_peer(s, peer, ADT_ERR_PROTOCOL, true);
 }
@@ -863,7 +932,8 @@ void Engine::force_fences(Section &s, Peer &peer, bool silent) {
             for (const FenceOnPeer &fence : fences) {
                 with_endpoint(keep, t,
                               [&](const adt_transport_ops_t *ops, adt_transport_h handle, adt_endpoint_h endpoint) {
-                                  ops->revoke(handle, endpoint, fence.closing ? fence.closing->id : 0);
+                                  ops->revoke(handle, endpoint, fence.closing ? fence.closing->id : 0,
+                                              fence.closing ? 0 : static_cast<uint32_t>(fence.seq));
                               });
             }
         }
@@ -936,6 +1006,46 @@ void Engine::host_endpoint_lost(void *ctx, void *link, adt_status_t status, cons
     // An orderly end closes the data connections as well; its word on the engine connection was sent before.
     engine.read_wire(s, *peer);
     engine.end_peer(s, *peer, status, true);
+}
+
+void Engine::host_endpoint_settled(void *ctx, void *link, adt_status_t status, const char *reason) {
+    Engine &engine = *static_cast<Engine *>(ctx);
+    const std::lock_guard<std::mutex> lock(engine.mu_);
+    const auto known = engine.peers_.find(id_of(link));
+    if (known == engine.peers_.end()) return;
+    Peer &peer = *known->second;
+    peer.unsettled = status == ADT_OK ? "" : reason;
+    Event event;
+    event.kind = EventKind::endpoint_settled;
+    event.status = status;
+    event.node = peer.node->id;
+    event.peer = peer.id;
+    engine.emit(*peer.node, event);
+}
+
+std::string Engine::unsettled(const std::shared_ptr<Peer> &peer) {
+    const std::lock_guard<std::mutex> lock(mu_);
+    return peer->unsettled;
+}
+
+void Engine::host_endpoint_gone(void *ctx, void *link) {
+    Engine &engine = *static_cast<Engine *>(ctx);
+    Section s(engine);
+    const auto known = engine.peers_.find(id_of(link));
+    if (known == engine.peers_.end()) return;
+    const std::shared_ptr<Peer> peer = known->second;
+    --peer->endpoints_going;
+    engine.settle_peer(s, *peer);
+}
+
+void Engine::host_tell(void *ctx, void *link, const adt_message_t *message) {
+    Engine &engine = *static_cast<Engine *>(ctx);
+    Section s(engine);
+    const auto known = engine.peers_.find(id_of(link));
+    if (known == engine.peers_.end() || known->second->state != Peer::State::active) return;
+    engine.send(s, *known->second,
+                {static_cast<uint8_t>(Say::endpoint), message->kind, message->small, message->number, message->a,
+                 message->b, message->c});
 }
 
 }  // namespace adt

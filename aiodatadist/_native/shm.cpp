@@ -260,8 +260,9 @@ adt_status_t reg_mem(adt_transport_h, const adt_memory_t *memory, adt_mem_h *out
     }
 }
 
-void dereg_mem(adt_transport_h, adt_mem_h mem) {
+adt_status_t dereg_mem(adt_transport_h, adt_mem_h mem, void *) {
     delete reinterpret_cast<Memory *>(mem);
+    return ADT_OK;
 }
 
 adt_status_t export_key(adt_transport_h, adt_mem_h mem, void *buffer, size_t capacity, size_t *size) {
@@ -409,9 +410,10 @@ adt_status_t connect_shm(adt_transport_h handle, const adt_connect_params_t *par
     }
 }
 
-void disconnect_shm(adt_transport_h, adt_endpoint_h handle) {
+adt_status_t disconnect_shm(adt_transport_h, adt_endpoint_h handle) {
     endpoint(handle)->gone.store(true, std::memory_order_release);
     delete &endpoint(handle);
+    return ADT_OK;
 }
 
 adt_status_t post(adt_transport_h handle, adt_batch_t *const *batches, size_t count, size_t *posted) {
@@ -462,6 +464,7 @@ const adt_transport_ops_t kShmOps = {
     import_local,
     connect_shm,
     disconnect_shm,
+    adt_no_hear,
     post,
     execute,
     poll_shm,

@@ -597,7 +597,7 @@ adt_status_t reg_mem(adt_transport_h handle, const adt_memory_t *memory, adt_mem
     }
 }
 
-void dereg_mem(adt_transport_h handle, adt_mem_h mem) {
+adt_status_t dereg_mem(adt_transport_h handle, adt_mem_h mem, void *) {
     const auto *const memory = reinterpret_cast<const Memory *>(mem);
     if (sim(handle).simulated()) {
         const auto found = sim(handle).memories_.find(memory->cache);
@@ -607,6 +607,7 @@ void dereg_mem(adt_transport_h handle, adt_mem_h mem) {
         }
     }
     delete memory;
+    return ADT_OK;
 }
 
 adt_status_t export_key(adt_transport_h, adt_mem_h mem, void *buffer, size_t capacity, size_t *size) {
@@ -647,8 +648,9 @@ adt_status_t connect_sim(adt_transport_h handle, const adt_connect_params_t *par
     }
 }
 
-void disconnect_sim(adt_transport_h handle, adt_endpoint_h endpoint) {
+adt_status_t disconnect_sim(adt_transport_h handle, adt_endpoint_h endpoint) {
     sim(handle).disconnect(*reinterpret_cast<Endpoint *>(endpoint));
+    return ADT_OK;
 }
 
 adt_status_t post(adt_transport_h handle, adt_batch_t *const *batches, size_t count, size_t *posted) {
@@ -672,7 +674,7 @@ adt_status_t cancel(adt_transport_h handle, adt_endpoint_h endpoint, uint64_t op
     return sim(handle).cancel(*reinterpret_cast<Endpoint *>(endpoint), op_id);
 }
 
-adt_status_t revoke(adt_transport_h handle, adt_endpoint_h endpoint, uint64_t cache_id) {
+adt_status_t revoke(adt_transport_h handle, adt_endpoint_h endpoint, uint64_t cache_id, uint32_t) {
     return sim(handle).revoke(*reinterpret_cast<Endpoint *>(endpoint), cache_id);
 }
 
@@ -699,6 +701,7 @@ const adt_transport_ops_t kSimOps = {
     adt_unsupported_import_local,
     connect_sim,
     disconnect_sim,
+    adt_no_hear,
     post,
     adt_unsupported_execute,
     poll_sim,

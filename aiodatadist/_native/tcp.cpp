@@ -863,7 +863,9 @@ adt_status_t reg_mem(adt_transport_h, const adt_memory_t *, adt_mem_h *out) {
     *out = nullptr;
     return ADT_OK;
 }
-void dereg_mem(adt_transport_h, adt_mem_h) {}
+adt_status_t dereg_mem(adt_transport_h, adt_mem_h, void *) {
+    return ADT_OK;
+}
 adt_status_t export_key(adt_transport_h, adt_mem_h, void *, size_t, size_t *size) {
     *size = 0;
     return ADT_OK;
@@ -895,8 +897,9 @@ adt_status_t connect_tcp(adt_transport_h handle, const adt_connect_params_t *par
     }
 }
 
-void disconnect_tcp(adt_transport_h handle, adt_endpoint_h endpoint) {
+adt_status_t disconnect_tcp(adt_transport_h handle, adt_endpoint_h endpoint) {
     tcp(handle).disconnect(reinterpret_cast<Endpoint *>(endpoint));
+    return ADT_OK;
 }
 
 adt_status_t post(adt_transport_h handle, adt_batch_t *const *batches, size_t count, size_t *posted) {
@@ -932,7 +935,7 @@ adt_status_t cancel(adt_transport_h handle, adt_endpoint_h endpoint, uint64_t op
     return ADT_OK;
 }
 
-adt_status_t revoke(adt_transport_h handle, adt_endpoint_h endpoint, uint64_t cache) {
+adt_status_t revoke(adt_transport_h handle, adt_endpoint_h endpoint, uint64_t cache, uint32_t) {
     tcp(handle).revoke(*reinterpret_cast<Endpoint *>(endpoint), cache);
     return ADT_OK;
 }
@@ -960,6 +963,7 @@ const adt_transport_ops_t kTcpOps = {
     adt_unsupported_import_local,
     connect_tcp,
     disconnect_tcp,
+    adt_no_hear,
     post,
     adt_unsupported_execute,
     poll_tcp,

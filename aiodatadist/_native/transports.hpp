@@ -8,9 +8,10 @@ namespace adt {
 
 extern const adt_transport_ops_t kShmOps;
 extern const adt_transport_ops_t kTcpOps;
+extern const adt_transport_ops_t kVerbsOps;
 extern const adt_transport_ops_t kSimOps;
 
-inline const adt_transport_ops_t *const kTransports[] = {&kShmOps, &kTcpOps, &kSimOps};
+inline const adt_transport_ops_t *const kTransports[] = {&kShmOps, &kTcpOps, &kVerbsOps, &kSimOps};
 constexpr unsigned kTransportCount = sizeof(kTransports) / sizeof(kTransports[0]);
 
 }  // namespace adt

@@ -21,7 +21,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from .. import _core
 from .._loop import Deadline, Runtime, Tasks, Timer, at_fork_in_child, shielded
@@ -62,6 +62,10 @@ _LISTEN_HINTS: Final = {
 }
 
 _centers: weakref.WeakSet[Center] = weakref.WeakSet()
+
+
+_Rdma: TypeAlias = tuple[bool, str, int, str]
+"""Whether RDMA is usable, the device as "name:port", the index of its address, and words."""
 
 
 class State(enum.Enum):
@@ -131,15 +135,19 @@ class Center:
         """Start everything. Undone if it fails or is cancelled."""
         self.state = State.OPENING
         try:
-            self._build()
+            self.runtime = self._make_runtime()
+            rdma = None
+            if "verbs" in self.config.transports:
+                rdma = await self.runtime.choose_rdma(self.config.rdma_devices, self.config.rdma_gid_index)
+                self._check_opening()
+            self._build(rdma)
             entered = self.runtime.future()
             self._root = self.runtime.root_task(self._run(entered), f"aiodatadist-{self.cluster_id}")
             self._root.add_done_callback(self._root_done)
             await entered
             if self._listen is not None:
                 await self.start_listening(self._listen)
-            if self.state is not State.OPENING:
-                raise ClosedError("the DataDist was closed while it was being opened")
+            self._check_opening()
         except BaseException:
             self.abort()
             with shielded(), Deadline(_GRACE_SECONDS):
@@ -147,11 +155,15 @@ class Center:
             raise
         self.state = State.OPEN
 
-    def _build(self) -> None:
+    def _check_opening(self) -> None:
+        if self.state is not State.OPENING:
+            raise ClosedError("the DataDist was closed while it was being opened")
+
+    def _build(self, rdma: _Rdma | None) -> None:
         """Make all parts. None of them does anything before the task group is entered."""
         config = self.config
-        self.runtime = runtime = self._make_runtime()
-        usable, unusable = _probe(runtime, config.transports)
+        runtime = self.runtime
+        usable, unusable = _probe(runtime, config.transports, rdma)
         self.thread_id = threading.get_ident()
         try:
             self._engine, shared = runtime.acquire_engine(config.copy_threads, config.io_threads)
@@ -175,6 +187,7 @@ class Center:
                 heartbeat_limit=config.heartbeat_limit,
                 inline_bytes=config.inline_bytes,
                 populate_limit=config.populate_limit,
+                rdma=_rdma_settings(config, rdma) if "verbs" in usable else None,
             )
         except BaseException:
             self._watch.release()
@@ -519,9 +532,26 @@ class Center:
         return rows
 
 
-def _probe(runtime: Runtime, transports: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, str]]:
+def _rdma_settings(config: Config, rdma: _Rdma | None) -> tuple[str, int, int, int, int, int] | None:
+    """Return what the engine is told of RDMA."""
+    if rdma is None:
+        return None
+    _, device, gid_index, _ = rdma
+    return (
+        device,
+        gid_index,
+        config.rdma_traffic_class,
+        config.rdma_service_level,
+        config.rdma_timeout,
+        config.rdma_retry_count,
+    )
+
+
+def _probe(runtime: Runtime, transports: tuple[str, ...], rdma: _Rdma | None) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return which transports work on this machine, and why the others do not."""
-    found = {name: (usable, reason) for name, usable, reason in runtime.probe_transports()}
+    found = {name: (usable, reason) for name, usable, reason in runtime.probe_transports(transports)}
+    if rdma is not None:
+        found["verbs"] = (rdma[0], rdma[3])
     usable = tuple(name for name in transports if found.get(name, (False, ""))[0])
     unusable = {
         name: found.get(name, (False, "this version does not have it"))[1] for name in transports if name not in usable

@@ -362,6 +362,8 @@ class Session:
         What the handshake does or waits for.
     transports : tuple of str
         Agreed, in this side's order.
+    dropped : dict
+        Why transports that were agreed are not used.
     host : HostPeer or None
         The peer on the same host, if shm is agreed.
     peer_attached : bool
@@ -383,6 +385,7 @@ class Session:
         self.transports: tuple[str, ...] = ()
         self.host: HostPeer | None = None
         self.host_reason = ""
+        self.dropped: dict[str, str] = {}
         self.engine: Stream | None = None
         self.data: list[Stream] = []
 
@@ -400,6 +403,12 @@ class Session:
             self.host.close()
             self.host = None
 
+    def drop(self, name: str, reason: str) -> None:
+        """Go on without a transport that was agreed and does not work after all."""
+        if name in self.transports:
+            self.transports = tuple(other for other in self.transports if other != name)
+            self.dropped[name] = reason
+
     def take_connections(self) -> tuple[int, list[int]]:
         """Give the engine's descriptors away."""
         assert self.engine is not None
@@ -414,7 +423,9 @@ class Session:
         for name in own.config.transports:
             if name in self.transports:
                 continue
-            if name in own.unusable:
+            if name in self.dropped:
+                reasons[name] = self.dropped[name]
+            elif name in own.unusable:
                 reasons[name] = f"not usable here: {own.unusable[name]}"
             elif name not in self.peer.transports:
                 reasons[name] = "the peer does not list it as usable"

@@ -316,6 +316,8 @@ class LinkManager:
             _log.info("linked", cluster_id=link.cluster_id, epoch=link.epoch, path=str(link.path))
             if slow := link._session.slow_path():
                 _log.warning("a slow path to a peer that may be on this host", cluster_id=link.cluster_id, reason=slow)
+            for name, why in link._session.dropped.items():
+                _log.warning("an agreed transport is not used", cluster_id=link.cluster_id, transport=name, reason=why)
         elif self.ready.get(link.cluster_id) is link:
             del self.ready[link.cluster_id]
         if slot.link is None or slot.link is link:

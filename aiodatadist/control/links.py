@@ -27,6 +27,7 @@ from ..errors import (
     NativeStatus,
     PeerLostError,
     ProtocolError,
+    TransportUnavailable,
 )
 from ..keys import CacheKey, Key
 from ..observe import Counters, get_logger
@@ -39,7 +40,7 @@ from .waiting import Waiting
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from .events import Inbox
     from .handshake import Own, Session
@@ -48,6 +49,7 @@ __all__ = ["Link", "LinkOwner", "copy_error"]
 
 _log = get_logger()
 
+_VERBS: Final = "verbs"
 _UNSENT_MOST: Final = 256 * 1024
 """Bytes of control messages that wait for room before nothing more is put in front of them."""
 _NOTIFY_OVERHEAD: Final = 64
@@ -148,6 +150,9 @@ class Link:
         # The engine first: from here on the peer's operations may arrive, and its loss is noticed.
         self._native: NativePeer = owner.peers.connect(owner.node, session, self._peer_lost)
         self._channel.send(wire.Attached())
+        # Queue pairs connect by way of the engines, and only then it is known whether bytes arrive.
+        self._settling = self._peer_settling = _VERBS in session.transports
+        self._native.on_settled = self._endpoint_settled
         self._feed = owner.table.feed(self._wake.set)
         self._remote = RemoteTable(self, self.cluster_id, self._native.import_cache)
         self.table: dict[RemoteKey, RemoteEntry] = self._remote.by_key
@@ -168,6 +173,8 @@ class Link:
             return self.state.value
         if not self._attached:
             return "waiting for the peer's engine"
+        if self._settling or self._peer_settling:
+            return "connecting over RDMA"
         return "waiting for the peer to be ready" if self._table_known else "exchanging cache tables"
 
     # Life. --------------------------------------------------------------------------------------------------
@@ -300,6 +307,27 @@ class Link:
     def _unlinked(self) -> LinkError:
         return LinkError("the link was unlinked", peer=self.cluster_id, hint="link it again")
 
+    # Transports. --------------------------------------------------------------------------------------------
+
+    def _endpoint_settled(self, reason: str) -> None:
+        """Take note that verbs moves bytes from here, or, if there is a reason, does not."""
+        if not self._settling or self.error is not None:
+            return
+        self._settling = False
+        failed = {_VERBS: reason[:1000]} if reason else {}
+        self._channel.send(wire.Settled(failed=failed))
+        self._drop(failed, "")
+
+    def _drop(self, failed: Mapping[str, str], who: str) -> None:
+        """Go on without transports that do not work, as long as there is another."""
+        for name, reason in failed.items():
+            self._session.drop(name, f"{who}{reason}")
+        if not self._session.transports:
+            self._end(TransportUnavailable(transport=_VERBS, reason=self._session.dropped[_VERBS]))
+            return
+        self.path = self._session.path(self._owner.own)
+        self._wake.set()
+
     # Reading. -----------------------------------------------------------------------------------------------
 
     async def _read(self) -> None:
@@ -330,6 +358,11 @@ class Link:
                 raise refusal_error(message.kind, message.reason, message.status, self.cluster_id)
             case _ if not self._attached:
                 raise ProtocolError(f"the peer sent {type(message).__name__} before its engine was there")
+            case wire.Settled() if self._peer_settling:
+                self._peer_settling = False
+                self._drop({name: why for name, why in message.failed.items() if name == _VERBS}, "the peer: ")
+            case _ if self._peer_settling:
+                raise ProtocolError(f"the peer sent {type(message).__name__} before it had connected over RDMA")
             case wire.Notify() if self._peer_ready:
                 self._on_notify(message)
             case wire.NotifyCredit() if self._peer_ready:
@@ -413,7 +446,7 @@ class Link:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while self._attached and not self._unlinking:
+            while self._attached and not (self._settling or self._peer_settling or self._unlinking):
                 # Nothing is put in front of a slow peer beyond this; what waits is bounded by tables and
                 # credits.
                 await self._channel.stream.flush(_UNSENT_MOST)

@@ -37,6 +37,8 @@ class NativePeer:
         The engine has given it up, or was told to.
     quiet : bool
         It can touch local memory no more.
+    on_settled : callable
+        Called when an endpoint moves bytes, with nothing, or never will, and why.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class NativePeer:
         self.cluster_id = cluster_id
         self.lost = False
         self.quiet = False
+        self.on_settled: Callable[[str], None] = lambda reason: None
         self._disconnected = False
         self._pings: dict[int, asyncio.Future[bool]] = {}
         self._fences: dict[int, asyncio.Future[int]] = {}
@@ -143,6 +146,10 @@ class NativePeer:
         self._on_lost(error, orderly)
         # The engine has failed all operations; this says that the link needs it no longer.
         self.disconnect(NativeStatus.CLOSED if orderly else NativeStatus.PEER_LOST)
+
+    def _settled_event(self) -> None:
+        if not self._disconnected:
+            self.on_settled(self._native.unsettled())
 
     def _quiet_event(self) -> None:
         self._end_short()
@@ -240,6 +247,8 @@ class NativePeers:
             peer._pong_event(token)
         elif kind == _core.EVENT_FENCED:
             peer._fenced_event(token, status)
+        elif kind == _core.EVENT_ENDPOINT_SETTLED:
+            peer._settled_event()
         elif kind == _core.EVENT_PEER_LOST:
             peer._lost_event(status)
         elif kind == _core.EVENT_PEER_QUIET:

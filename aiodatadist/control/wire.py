@@ -51,6 +51,7 @@ __all__ = [
     "Ready",
     "RefusalKind",
     "Refused",
+    "Settled",
     "SlotKey",
     "SlotPulled",
     "SlotsGone",
@@ -340,6 +341,18 @@ class Attached(Message, frozen=True, kw_only=True, tag=6):
     """The listening side's engine has taken over engine and data connections."""
 
 
+class Settled(Message, frozen=True, kw_only=True, tag=18):
+    """Which of the agreed transports move bytes from this side. Sent by both, only where `verbs` is agreed.
+
+    Parameters
+    ----------
+    failed : dict
+        Why those that do not do not, by name. Neither side uses them.
+    """
+
+    failed: Annotated[dict[_Name, _Text], msgspec.Meta(max_length=8)]
+
+
 class WireGeometry(msgspec.Struct, frozen=True, kw_only=True):
     """Geometry of a cache; the fields are those of `types.Geometry`."""
 
@@ -564,6 +577,7 @@ AnyMessage = (
     | Changed
     | SlotsGone
     | SlotPulled
+    | Settled
 )
 
 _encoder: Final = msgspec.msgpack.Encoder()

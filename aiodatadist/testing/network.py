@@ -20,7 +20,7 @@ import random
 import select
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from .. import _core
@@ -882,7 +882,11 @@ class SimRuntime(Runtime):
         self.host = host
         self.chance = host.chance
 
-    def probe_transports(self) -> list[tuple[str, bool, str]]:
+    async def choose_rdma(self, devices: tuple[str, ...], gid_index: int | None) -> tuple[bool, str, int, str]:
+        """Find no RDMA device."""
+        return False, "", -1, "simulated processes have no RDMA"
+
+    def probe_transports(self, names: Sequence[str]) -> list[tuple[str, bool, str]]:
         """Return which transports there are: `sim`, and tcp over the simulated network."""
         return [
             ("sim", True, "simulated"),

@@ -58,7 +58,8 @@ enum {
     ADT_ERR_AGAIN = -17, /* the queue is full: poll, then post the rest */
     ADT_ERR_INTERNAL = -18,
     ADT_ERR_NOT_MAPPED = -19, /* an address is not mapped */
-    ADT_ERR_LAYER = -20       /* a layer that the operation waited for has failed */
+    ADT_ERR_LAYER = -20,      /* a layer that the operation waited for has failed */
+    ADT_ERR_WORK = -100       /* minus an ibv_wc_status: a work request of verbs completed with that status */
 };
 
 /* Says that a layer of a model has been computed, so that transfers which wait for it may read its memory: what a C,
@@ -88,6 +89,16 @@ typedef struct adt_geometry {
     uint64_t block_stride;
 } adt_geometry_t;
 
+/* Which device a node uses for RDMA, and how. */
+typedef struct adt_rdma {
+    const char *device;    /* name, or name:port */
+    int32_t gid_index;     /* -1: chosen, RoCE v2 over IPv4 first */
+    uint8_t traffic_class; /* of RoCE packets: DSCP times 4 */
+    uint8_t service_level;
+    uint8_t timeout;     /* 4.096 us times 2 to this without an acknowledgement, then once more */
+    uint8_t retry_count; /* times, then the request has failed */
+} adt_rdma_t;
+
 /* Memory of a cache to register. `region` says where library memory lies; region_id 0 is any other memory. */
 typedef struct adt_memory {
     uint64_t cache_id;
@@ -98,6 +109,7 @@ typedef struct adt_memory {
     uint64_t region_id; /* memfd region that holds every tensor, or 0 */
     const void *region_base;
     uint64_t region_bytes;
+    const adt_rdma_t *rdma; /* of the node, or null; valid for the call */
 } adt_memory_t;
 
 /* What a peer needs to reach a cache: opaque bytes, and a descriptor to pass beside them (-1: none). */
@@ -109,7 +121,7 @@ typedef struct adt_key {
 
 /* How an imported cache is reached: the limits that the engine keeps when it builds batches. */
 typedef struct adt_path {
-    const char *name; /* "shm-mapped", "shm-process_vm", "tcp", "local", static storage */
+    const char *name; /* "shm-mapped", "shm-process_vm", "tcp", "verbs", "local", static storage */
     uint64_t max_batch_bytes;
     uint32_t max_batch_chunks;
     uint32_t can_execute; /* 1: `execute` works and takes microseconds for a small batch */
@@ -156,6 +168,17 @@ typedef struct adt_request {
     uint32_t reserved;
 } adt_request_t;
 
+/* What the two ends of an endpoint tell each other over the link's engine connection. */
+typedef struct adt_message {
+    uint8_t kind; /* the transport's own */
+    uint8_t reserved;
+    uint16_t small;
+    int32_t number;
+    uint64_t a;
+    uint64_t b;
+    uint64_t c;
+} adt_message_t;
+
 /* What the engine offers to a transport. Callable from any thread that holds none of the engine's locks. */
 typedef struct adt_host {
     void *ctx;
@@ -167,6 +190,14 @@ typedef struct adt_host {
     void (*end_serve)(void *ctx, void *token);
     /* The endpoint's wires broke; the host disconnects it. */
     void (*endpoint_lost)(void *ctx, void *link, adt_status_t status, const char *reason);
+    /* Of transports with ADT_TRANSPORT_SETTLES, once: the endpoint moves bytes, or never will, and why. */
+    void (*endpoint_settled)(void *ctx, void *link, adt_status_t status, const char *reason);
+    /* After `disconnect` returned ADT_PENDING: the peer cannot touch this side's memory by this endpoint any more. */
+    void (*endpoint_gone)(void *ctx, void *link);
+    /* After `dereg_mem` returned ADT_PENDING: the registration is gone. */
+    void (*mem_gone)(void *ctx, void *token);
+    /* Sends to the endpoint at the other end of the link, in order; dropped when the link is over. */
+    void (*tell)(void *ctx, void *link, const adt_message_t *message);
 } adt_host_t;
 
 typedef struct adt_open_params {
@@ -189,6 +220,7 @@ typedef struct adt_connect_params {
     uint32_t dialed;         /* 1: this side opened the connections */
     uint64_t populate_bytes; /* how much of this peer's memory to map ahead of its first use */
     int wire;                /* the link's engine connection, borrowed for the call */
+    const adt_rdma_t *rdma;  /* of the node, or null; valid for the call */
 } adt_connect_params_t;
 
 typedef struct adt_probe {
@@ -198,7 +230,9 @@ typedef struct adt_probe {
 
 enum {
     ADT_TRANSPORT_SHARED_QUEUE = 1u, /* all endpoints share one queue: the engine bounds and rotates across them */
-    ADT_TRANSPORT_PEER_TOUCHES = 2u  /* peers touch this side's memory themselves: quiet needs their word */
+    ADT_TRANSPORT_PEER_TOUCHES = 2u, /* peers touch this side's memory themselves: quiet needs their word */
+    ADT_TRANSPORT_PINS = 4u,         /* registering pins memory: only for nodes that use this transport */
+    ADT_TRANSPORT_SETTLES = 8u       /* an endpoint is of use when host->endpoint_settled said so */
 };
 
 typedef struct adt_transport_ops {
@@ -213,7 +247,8 @@ typedef struct adt_transport_ops {
     void (*close)(adt_transport_h transport); /* joins its threads; every endpoint is disconnected before */
 
     adt_status_t (*reg_mem)(adt_transport_h transport, const adt_memory_t *memory, adt_mem_h *out);
-    void (*dereg_mem)(adt_transport_h transport, adt_mem_h mem);
+    /* ADT_OK: gone. ADT_PENDING: host->mem_gone(token) follows. Nothing finds the registration any more either way. */
+    adt_status_t (*dereg_mem)(adt_transport_h transport, adt_mem_h mem, void *token);
     /* Writes at most `capacity` bytes; `*size` is what the key needs. */
     adt_status_t (*export_key)(adt_transport_h transport, adt_mem_h mem, void *buffer, size_t capacity, size_t *size);
     /* `key->fd` is borrowed for the call. */
@@ -229,8 +264,11 @@ typedef struct adt_transport_ops {
 
     adt_status_t (*connect)(adt_transport_h transport, const adt_connect_params_t *params, adt_endpoint_h *out);
     /* Every batch still posted completes (aborted where needed) before or soon after; serving has ended when
-       this returns. The endpoint is freed by the transport once its last batch was polled. */
-    void (*disconnect)(adt_transport_h transport, adt_endpoint_h endpoint);
+       this returns ADT_OK, or, after ADT_PENDING, when host->endpoint_gone is called. The endpoint is freed by the
+       transport once its last batch was polled. */
+    adt_status_t (*disconnect)(adt_transport_h transport, adt_endpoint_h endpoint);
+    /* The other end has called host->tell. */
+    void (*hear)(adt_transport_h transport, adt_endpoint_h endpoint, const adt_message_t *message);
 
     /* Posts batches in order; `*posted` says how many were taken. ADT_ERR_AGAIN: the queue is full. */
     adt_status_t (*post)(adt_transport_h transport, adt_batch_t *const *batches, size_t count, size_t *posted);
@@ -253,8 +291,9 @@ typedef struct adt_transport_ops {
     /* Detaches the posted batches of one operation from local memory at once: each completes, detached where
        its wire is still busy. ADT_ERR_UNSUPPORTED: wait for the completions. */
     adt_status_t (*cancel)(adt_transport_h transport, adt_endpoint_h endpoint, uint64_t op_id);
-    /* Detaches what is being served to this peer from local memory (cache_id 0: all caches) at once. */
-    adt_status_t (*revoke)(adt_transport_h transport, adt_endpoint_h endpoint, uint64_t cache_id);
+    /* Detaches what is being served to this peer from local memory (cache_id 0: all caches) at once. What is older than
+       `epoch` is refused from now on. */
+    adt_status_t (*revoke)(adt_transport_h transport, adt_endpoint_h endpoint, uint64_t cache_id, uint32_t epoch);
 
     /* The newest error text of this transport. */
     void (*last_error)(adt_transport_h transport, char *buffer, size_t capacity);
@@ -265,7 +304,8 @@ adt_status_t adt_unsupported_import_local(adt_transport_h, adt_mem_h, const adt_
                                           adt_path_t *);
 adt_status_t adt_unsupported_execute(adt_transport_h, const adt_batch_t *);
 adt_status_t adt_unsupported_cancel(adt_transport_h, adt_endpoint_h, uint64_t);
-adt_status_t adt_unsupported_revoke(adt_transport_h, adt_endpoint_h, uint64_t);
+adt_status_t adt_unsupported_revoke(adt_transport_h, adt_endpoint_h, uint64_t, uint32_t);
+void adt_no_hear(adt_transport_h, adt_endpoint_h, const adt_message_t *);
 int adt_no_event_fd(adt_transport_h);
 adt_status_t adt_always_armed(adt_transport_h);
 int adt_no_loop_fd(adt_transport_h, adt_endpoint_h);
