@@ -100,9 +100,9 @@ def probe_transports(names=None):
 
 def probe_transport(str name):
     """Say why a transport is not usable here; empty if it is."""
-    cdef adt_probe_t probe
-    kTransports[transport_index(name)].probe(&probe)
-    return "" if probe.usable != 0 else (<bytes>probe.reason).decode(errors="replace")
+    for _, usable, reason in probe_transports((name,)):
+        return "" if usable else reason
+    return f"this version has no transport {name}"
 
 
 def choose_rdma(devices, int gid_index):

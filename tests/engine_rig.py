@@ -19,9 +19,12 @@ from aiodatadist import _core
 
 PATHS = ("shm-mapped", "shm-process_vm", "tcp", "tcp-short")
 MODES = ("threads", "step")
-CASES = (
+LOCAL_CASES = (
     *((path, mode) for path in PATHS for mode in MODES if (path, mode) != ("tcp-short", "step")),
     ("sim", "step"),
+)
+CASES = (
+    *LOCAL_CASES,
     pytest.param("verbs", "threads", marks=pytest.mark.verbs, id="verbs-threads"),
 )
 OK, BOUNDS, CANCELLED, TIMEOUT, PEER_LOST, ABORTED, CLOSED, FENCED = 0, -3, -6, -7, -8, -9, -10, -15

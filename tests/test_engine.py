@@ -43,6 +43,7 @@ from .engine_rig import (
     FENCED,
     GOODBYE,
     HEARTBEAT,
+    LOCAL_CASES,
     MODES,
     NOT_FOUND,
     OK,
@@ -1336,7 +1337,7 @@ def test_descriptors_are_given_back() -> None:
     with rig("shm-mapped"):
         pass
     before = count()
-    for path, mode in CASES:
+    for path, mode in LOCAL_CASES:
         with rig(path, mode) as r:
             r.move(r.pair(r.tensors(SMALL, owner=False), r.tensors(SMALL)), READ, [0], [0])
         del r
