@@ -193,7 +193,7 @@ def registration(worker_id: str, role: str = "prefill", **more: Any) -> Registra
 
 def test_a_silent_worker_is_forgotten_and_one_that_returns_begins_anew() -> None:
     now = [0.0]
-    registry = Registry(lambda: now[0])
+    registry = Registry(clock=lambda: now[0])
     member = registry.put(registration("a", ttl_s=6.0))
     lease = member.take(10)
     now[0] = 6.0

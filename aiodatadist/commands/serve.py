@@ -36,9 +36,9 @@ __all__ = ["NAME", "SUMMARY", "add_arguments", "run"]
 NAME: Final = "serve"
 SUMMARY: Final = "serve a model by OpenAI's API, with prefill and decode workers and a router"
 
-_PACKAGES: Final = ("aiohttp", "threadpoolctl")
+_PACKAGES: Final = ("aiohttp", "prometheus_client", "threadpoolctl")
 _MODES: Final = {"pull": ("pull",), "push": ("push",), "both": ("pull", "push")}
-_POLICY_HELP: Final = "how to choose %s workers (round_robin)"
+_POLICY_HELP: Final = "how to choose %s workers: random, round_robin (the default), power_of_two, least_load or prefix"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         child.add_argument(
             "--advertise-host", metavar="HOST", help="under which others reach this worker (that of --host)"
+        )
+        child.add_argument(
+            "--drain",
+            type=float,
+            default=0.0,
+            metavar="S",
+            help="seconds for what is under way when told to stop (0: none)",
         )
         child.add_argument("--kv-port", type=int, default=0, metavar="PORT", help="of the KV transfer (any)")
         _add_mode(child)
@@ -100,6 +107,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _add_policies(parser: argparse.ArgumentParser) -> None:
     for role in ("prefill", "decode", "mixed"):
         parser.add_argument(f"--{role}-policy", default="round_robin", metavar="NAME", help=_POLICY_HELP % role)
+    parser.add_argument("--max-running", type=_count, metavar="N", help="requests with workers at once (4 a slot)")
+    parser.add_argument("--queue", type=int, default=256, metavar="N", help="requests that wait for that (256)")
+    parser.add_argument("--queue-wait", type=float, default=10.0, metavar="S", help="seconds that each waits (10)")
 
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:
@@ -167,6 +177,9 @@ def _router_config(arguments: argparse.Namespace) -> RouterConfig:
         prefill_policy=arguments.prefill_policy,
         decode_policy=arguments.decode_policy,
         mixed_policy=arguments.mixed_policy,
+        max_running=arguments.max_running,
+        queue_size=arguments.queue,
+        queue_wait=arguments.queue_wait,
         api_key=_read_text(arguments.api_key_file),
         cluster_key=_read_bytes(arguments.cluster_key_file),
     )
@@ -188,6 +201,7 @@ def _worker_config(arguments: argparse.Namespace) -> WorkerConfig:
         engines=arguments.dp,
         modes=_MODES[arguments.mode],
         transports=arguments.transports,
+        drain=arguments.drain,
         api_key=_read_text(arguments.api_key_file),
         cluster_key=_read_bytes(arguments.cluster_key_file),
     )
@@ -214,6 +228,9 @@ async def _run_cluster(arguments: argparse.Namespace) -> None:
         for option in (f"--{role}-policy", getattr(arguments, f"{role}_policy"))
     ]
     router_options = ["--port", str(arguments.port), "--mode", arguments.mode, *policies]
+    router_options += ["--queue", str(arguments.queue), "--queue-wait", str(arguments.queue_wait)]
+    if arguments.max_running is not None:
+        router_options += ["--max-running", str(arguments.max_running)]
     worker_options = ["--mode", arguments.mode, "--model", arguments.model, "--slots", str(arguments.slots)]
     worker_options += ["--dp", str(arguments.dp), "--transports", ",".join(arguments.transports)]
     if arguments.num_blocks is not None:

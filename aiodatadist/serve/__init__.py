@@ -22,6 +22,7 @@ module             concern
 `responding`       how answers leave a worker; `text` from tokens to text; `openai` the shapes
 `router`           the router process; `registry` its workers, `policies` who gets what, `health` who may
 `dispatch`         attempts and retries; `flows` the orders of hand-over; `legs` the calls to workers
+`probing`          whether workers are who and where they say; `prefix_tree` who has had which prompts
 `admission`        how much a router takes
 `metrics`          what is counted
 `http`, `config`   what every server does; settings

@@ -8,9 +8,11 @@ from aiodatadist.errors import ConfigError
 
 from .protocol import ROLES
 
-__all__ = ["MODES", "RouterConfig", "Timeouts", "WorkerConfig"]
+__all__ = ["DEFAULT_LIMITS", "MODES", "RUNNING_PER_SLOT", "HealthLimits", "RouterConfig", "Timeouts", "WorkerConfig"]
 
 MODES = ("pull", "push")
+RUNNING_PER_SLOT = 4
+"""Requests with decode and mixed workers for each of their slots: some are in prefill, some wait for the next step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,41 @@ class Timeouts:
     reservation: float = 30.0
 
 
+@dataclass(frozen=True, slots=True)
+class HealthLimits:
+    """When a router stops, and begins again, to send requests to a worker. Times are in seconds.
+
+    Attributes
+    ----------
+    failures
+        Failed requests in a row that open the breaker.
+    open_time
+        Until it lets trials pass.
+    passes
+        Good trials that close it.
+    probe_period
+        Between two probes.
+    probe_failures, probe_passes
+        Probes in a row that take a worker out, and bring it back.
+    slow_start
+        Until a new or recovered worker has its full share.
+    drain
+        Until what a worker that drains still works on is aborted.
+    """
+
+    failures: int = 5
+    open_time: float = 10.0
+    passes: int = 2
+    probe_period: float = 2.0
+    probe_failures: int = 3
+    probe_passes: int = 2
+    slow_start: float = 10.0
+    drain: float = 60.0
+
+
+DEFAULT_LIMITS = HealthLimits()
+
+
 def _check_mode(modes: tuple[str, ...]) -> None:
     if not modes or any(mode not in MODES for mode in modes):
         raise ConfigError(f"modes are {modes}; give one or both of {', '.join(MODES)}")
@@ -69,6 +106,11 @@ class RouterConfig:
         Seconds between two heartbeats of a worker.
     retries
         Attempts after the first, for each request.
+    max_running
+        Requests that are with workers at once; None: `RUNNING_PER_SLOT` for each slot of decode and mixed workers.
+    queue_size, queue_wait
+        Most requests that wait for that, and seconds that each waits.
+    health
     api_key
         What clients have to bring; None: nothing.
     cluster_key
@@ -83,12 +125,22 @@ class RouterConfig:
     mixed_policy: str = "round_robin"
     heartbeat: float = 2.0
     retries: int = 2
+    max_running: int | None = None
+    queue_size: int = 256
+    queue_wait: float = 10.0
+    health: HealthLimits = DEFAULT_LIMITS
     api_key: str | None = field(default=None, repr=False)
     cluster_key: bytes | None = field(default=None, repr=False)
     timeouts: Timeouts = Timeouts()
 
     def __post_init__(self) -> None:
         _check_mode(self.modes)
+        if self.max_running is not None and self.max_running < 1:
+            raise ConfigError(f"max_running is {self.max_running}; give at least 1")
+        if self.queue_size < 0 or self.queue_wait <= 0:
+            raise ConfigError(
+                f"queue_size is {self.queue_size}, queue_wait {self.queue_wait:g} s; give at least 0, and more than 0"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +171,8 @@ class WorkerConfig:
         Hand-overs to take part in.
     transports
         Of the library, best first.
+    drain
+        Seconds for what is under way when the worker is told to stop; 0: it is aborted at once.
     api_key
         As in `RouterConfig`; for mixed workers, which clients may use directly.
     """
@@ -135,6 +189,7 @@ class WorkerConfig:
     engines: int = 1
     modes: tuple[str, ...] = ("pull",)
     transports: tuple[str, ...] = ("shm", "tcp")
+    drain: float = 0.0
     api_key: str | None = field(default=None, repr=False)
     cluster_key: bytes | None = field(default=None, repr=False)
     timeouts: Timeouts = Timeouts()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import aiodatadist as adt
 
 from .errors import ServeError
+from .metrics import WorkerMetrics
 from .protocol import Ticket
 from .units import Placed
 
@@ -22,10 +24,12 @@ class Fetcher:
     dd : DataDist
     timeout : float
         Seconds for linking and moving together.
+    metrics : WorkerMetrics
     """
 
-    def __init__(self, dd: adt.DataDist, timeout: float) -> None:
+    def __init__(self, dd: adt.DataDist, timeout: float, metrics: WorkerMetrics) -> None:
         self._dd = dd
+        self._metrics = metrics
         self._timeout = timeout
 
     async def fetch(self, ticket: Ticket, placed: Placed) -> None:
@@ -50,6 +54,7 @@ class Fetcher:
             await self._dd.link(adt.ClusterInfo(owner.cluster_id, owner.listen), timeout=self._timeout)
             await self._dd.adopt_lease(owner.cluster_id, ticket.lease)
             adopted = True
+            began = time.perf_counter()
             await self._dd.cache_manager.pull_blocks(
                 adt.BlocksCacheKey(owner.cluster_id, owner.rank),
                 unit.cache,
@@ -57,6 +62,7 @@ class Fetcher:
                 target,
                 timeout=max(deadline - loop.time(), 0.001),
             )
+            self._metrics.moved("pull", len(target) * unit.engine.layout.block_bytes, time.perf_counter() - began)
             # False: the lease had ended, so the blocks may have held something else by the time they were read.
             adopted = False
             if not await self._dd.release_lease(owner.cluster_id, ticket.lease):

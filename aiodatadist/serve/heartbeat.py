@@ -13,7 +13,7 @@ from aiodatadist.observe import get_logger
 
 from .protocol import Deregistration, Registered, Registration, decode, encode
 
-__all__ = ["deregister", "keep_registered"]
+__all__ = ["announce", "deregister", "keep_registered"]
 
 _UNTOLD_PERIOD: Final = 0.5
 """Seconds between two attempts while a router does not answer."""
@@ -54,6 +54,13 @@ async def keep_registered(http: ClientSession, router: str, registration: Callab
             _log.warning("the router does not take the registration", router=router, reason=trouble)
         said = trouble
         await asyncio.sleep(period)
+
+
+async def announce(http: ClientSession, router: str, registration: Callable[[], Registration]) -> None:
+    """Send one heartbeat out of turn, if the router hears it."""
+    with contextlib.suppress(ClientError, TimeoutError, OSError):
+        async with http.post(f"{router}/register", data=encode(registration()), timeout=ClientTimeout(total=1.0)):
+            pass
 
 
 async def deregister(http: ClientSession, router: str, farewell: Deregistration) -> None:

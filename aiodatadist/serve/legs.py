@@ -92,15 +92,22 @@ class Legs:
             await asyncio.wait(self._background, timeout=self._timeouts.connect)
         await self._http.close()
 
-    async def ask(self, member: Member, path: str, job: Message, kind: type[T], timeout: float) -> T:
-        """Give a job, and return its result. Raises ServeError."""
-        async with self._calling(member, timeout):
+    async def ask(
+        self, member: Member, path: str, job: Message, kind: type[T], timeout: float, *, aside: bool = False
+    ) -> T:
+        """Give a job, and return its result. Raises ServeError.
+
+        What is said `aside`, such as a release, says nothing of how the worker does its work.
+        """
+        async with self._calling(member, timeout, aside=aside):
             async with self._http.post(member.url + path, data=encode(job)) as response:
                 body = await response.read()
             if response.status != 200:
                 raise _error(response.status, body)
             result = msgspec.json.decode(body, type=kind)
-        member.health.succeeded()
+        if not aside:
+            member.health.answered()
+            member.health.succeeded()
         return result
 
     async def open(self, lease: LoadLease, path: str, job: Message, timeout: float) -> Upstream:
@@ -118,6 +125,7 @@ class Legs:
             except BaseException:
                 response.close()
                 raise
+        lease.member.health.answered()
         return Upstream(response, first, lease, self._timeouts.idle)
 
     def tell(self, member: Member, path: str, job: Message) -> None:
@@ -133,10 +141,10 @@ class Legs:
     async def _tell(self, member: Member, path: str, job: Message) -> None:
         # A worker that cannot be told is gone, or its lease runs out.
         with contextlib.suppress(ServeError):
-            await self.ask(member, path, job, dict, 5.0)
+            await self.ask(member, path, job, dict, 5.0, aside=True)
 
     @contextlib.asynccontextmanager
-    async def _calling(self, member: Member, timeout: float) -> AsyncIterator[None]:
+    async def _calling(self, member: Member, timeout: float, *, aside: bool = False) -> AsyncIterator[None]:
         """Make a ServeError, which names the worker, of whatever goes wrong in the body."""
         try:
             async with asyncio.timeout(timeout):
@@ -151,7 +159,7 @@ class Legs:
         except msgspec.DecodeError as why:
             error = ServeError("worker_failed", f"{member.worker_id} answered something else: {why}")
         error.worker_id = member.worker_id
-        if error.at_fault:
+        if error.at_fault and not aside:
             member.health.failed()
         raise error
 

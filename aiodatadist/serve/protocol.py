@@ -25,6 +25,7 @@ import hmac
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
+import numpy as np
 
 from .errors import ServeError
 
@@ -131,6 +132,12 @@ class KVLayout(Message, frozen=True):
     head_dim: int
     block_tokens: int
     dtype: str
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, K and V of all layers."""
+        size: int = np.dtype(self.dtype).itemsize
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.block_tokens * size
 
 
 class Load(Message, frozen=True):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from aiodatadist.observe import get_logger
 
+from .config import DEFAULT_LIMITS, HealthLimits
 from .errors import ServeError
 from .health import Health
 from .protocol import ROLES, Deregistration, Registration
@@ -26,17 +27,40 @@ class Member:
     health : Health
     requests, tokens : int
         In flight there, of this router's requests: their number, and the tokens of their prompts.
+    all_requests, all_tokens : int
+        The same with what others have given it, as far as its last heartbeat tells.
     draining : bool
         It gets no new requests.
+    drain_since : float or None
+        When this router was told so.
     """
 
-    def __init__(self, registration: Registration, now: float) -> None:
-        self.registration = registration
-        self.health = Health()
-        self.seen = now
+    def __init__(self, registration: Registration, now: float, health: Health) -> None:
+        self.health = health
         self.requests = 0
         self.tokens = 0
-        self.told_to_drain = False
+        self.drain_since: float | None = None
+        self._others_requests = 0
+        self._others_tokens = 0
+        self.hear(registration, now)
+
+    def hear(self, registration: Registration, now: float) -> None:
+        """Hear a heartbeat."""
+        self.registration = registration
+        self.seen = now
+        load = registration.load
+        self._others_requests = max(load.running + load.waiting - self.requests, 0)
+        self._others_tokens = max(load.tokens - self.tokens, 0)
+
+    @property
+    def all_requests(self) -> int:
+        """See above."""
+        return self.requests + self._others_requests
+
+    @property
+    def all_tokens(self) -> int:
+        """See above."""
+        return self.tokens + self._others_tokens
 
     @property
     def worker_id(self) -> str:
@@ -51,7 +75,7 @@ class Member:
     @property
     def draining(self) -> bool:
         """Whether it or somebody else has said so."""
-        return self.told_to_drain or self.registration.draining
+        return self.drain_since is not None or self.registration.draining
 
     def take(self, tokens: int) -> LoadLease:
         """Count a request in, until the lease is released."""
@@ -67,6 +91,7 @@ class LoadLease:
         self._held = True
         member.requests += 1
         member.tokens += tokens
+        member.health.begin(self)
 
     def release(self) -> None:
         """Count it out. Again is no error."""
@@ -74,6 +99,7 @@ class LoadLease:
             self._held = False
             self.member.requests -= 1
             self.member.tokens -= self._tokens
+            self.member.health.end(self)
 
 
 def fits(prefill: Registration, decode: Registration, mode: str) -> bool:
@@ -92,12 +118,15 @@ class Registry:
 
     Parameters
     ----------
+    limits : HealthLimits, optional
     clock : callable, optional
         Seconds, for tests.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limits: HealthLimits = DEFAULT_LIMITS, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._limits = limits
+        self._born = clock()
         self._members: dict[str, Member] = {}
 
     def knows(self, worker_id: str, incarnation: str) -> bool:
@@ -117,9 +146,12 @@ class Registry:
         now = self._clock()
         if self.knows(registration.worker_id, registration.incarnation):
             member = self._members[registration.worker_id]
-            member.registration, member.seen = registration, now
+            member.hear(registration, now)
             return member
-        member = self._members[registration.worker_id] = Member(registration, now)
+        # Those that a router finds when it starts were there before it, or are all new: none of them is slowed down.
+        warm = now - self._born < self._limits.slow_start
+        health = Health(self._limits, warm=warm, clock=self._clock)
+        member = self._members[registration.worker_id] = Member(registration, now, health)
         _log.info("worker registered", worker=registration.worker_id, role=registration.role, url=registration.url)
         return member
 
@@ -139,6 +171,15 @@ class Registry:
             del self._members[member.worker_id]
             _log.warning("worker lost", worker=member.worker_id, silent_s=round(now - member.seen, 1))
         return gone
+
+    def overdue(self) -> list[Member]:
+        """Return the workers that were told to drain and have not done so in time."""
+        latest = self._clock() - self._limits.drain
+        return [
+            member
+            for member in self._members.values()
+            if member.requests and member.drain_since is not None and member.drain_since <= latest
+        ]
 
     def members(self, role: str | None = None, model: str | None = None) -> list[Member]:
         """Return the workers of a role and a model, those that drain included."""

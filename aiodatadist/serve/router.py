@@ -5,27 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Final
 
-from aiohttp import ClientError, ClientSession, ClientTimeout, web
+from aiohttp import ClientSession, ClientTimeout, web
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 import aiodatadist as adt
 
 from . import openai
 from .admission import Admission
-from .config import RouterConfig
+from .config import RUNNING_PER_SLOT, RouterConfig
 from .dispatch import Dispatcher
 from .errors import ServeError
 from .http import REQUEST_ID, answer, make_app, serving
 from .legs import Legs, Upstream
-from .metrics import RouterMetrics
+from .metrics import CONTENT_TYPE, RouterMetrics
+from .probing import Prober, check_address
 from .protocol import (
     ROLES,
     AbortJob,
     Deregistration,
     Generation,
-    Health,
     Id,
     Message,
     Registered,
@@ -64,9 +66,11 @@ class Router:
         self.config = config
         self.url = ""
         self.router_id = secrets.token_hex(8)
-        self.registry = Registry()
+        self.registry = Registry(config.health)
         self.metrics = RouterMetrics()
-        self.admission = Admission()
+        self.admission = Admission(self._room, config.queue_size, config.queue_wait)
+        self.metrics.gauge("router_queue", "Requests that wait to be let in", lambda: self.admission.waiting)
+        self.metrics.watch_members(self._member_metrics)
         self.dispatcher = Dispatcher(config, self.registry, legs, self.metrics)
         self._legs = legs
         self._probes = probes
@@ -94,10 +98,20 @@ class Router:
         )
 
     async def sweep(self) -> None:
-        """Forget silent workers, until cancelled."""
+        """Forget silent workers, and end drains that last too long, until cancelled."""
         while True:
             await asyncio.sleep(_SWEEP)
-            self.registry.sweep()
+            self.metrics.lost += len(self.registry.sweep())
+            self.admission.wake()
+            for member in self.registry.overdue():
+                self._legs.tell(member, "/pd/abort", AbortJob(abort_all=True))
+
+    def _room(self) -> int:
+        """Return how many requests may be with workers at once; 0: nobody can serve."""
+        members = [*self.registry.usable("decode"), *self.registry.usable("mixed")]
+        if not members or self.config.max_running is not None:
+            return self.config.max_running or 0
+        return RUNNING_PER_SLOT * sum(member.registration.slots for member in members)
 
     # Clients. -----------------------------------------------------------------------------------------------
 
@@ -108,16 +122,20 @@ class Router:
         return await self._serve(request, chat=False)
 
     async def _serve(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
+        began = time.perf_counter()
         self.metrics.in_flight += 1
         status, code = 499, "client_gone"
         try:
             generation = openai.read_request(await request.read(), chat=chat)
             try:
                 async with asyncio.timeout(self.config.timeouts.request), self.admission.enter():
-                    response, broken = await self._forward(request, generation)
+                    self.metrics.seconds["queue"].observe(time.perf_counter() - began)
+                    response, broken = await self._forward(request, generation, began)
             except TimeoutError as why:
                 raise ServeError("request_timeout", f"not done in {self.config.timeouts.request:g} s") from why
             status, code = response.status, "ok" if broken is None else broken.code
+            if broken is None:
+                self.metrics.seconds["e2e"].observe(time.perf_counter() - began)
             return response
         except Exception as why:
             known = why if isinstance(why, ServeError) else ServeError("internal_error", str(why))
@@ -128,10 +146,11 @@ class Router:
             self.metrics.ended(status, code)
 
     async def _forward(
-        self, request: web.Request, generation: Generation
+        self, request: web.Request, generation: Generation, began: float
     ) -> tuple[web.StreamResponse, ServeError | None]:
         """Pass an answer on; returns it, and what broke it after it had begun well."""
         upstream = await self.dispatcher.open(generation)
+        self.metrics.seconds["ttft"].observe(time.perf_counter() - began)
         headers = {REQUEST_ID: generation.request_id, "Content-Type": upstream.content_type}
         try:
             async with contextlib.aclosing(upstream.chunks()) as chunks:
@@ -149,9 +168,14 @@ class Router:
     ) -> ServeError | None:
         broken: ServeError | None = None
         await response.prepare(request)
+        first = last = time.perf_counter()
+        pieces = 0
         try:
             async for chunk in chunks:
+                last = time.perf_counter()
+                pieces += chunk.count(b"data: {")
                 await response.write(chunk)
+            self.metrics.streamed(first, last, pieces)
         except ServeError as why:
             broken = why
             await response.write(openai.error_event(why))
@@ -167,7 +191,7 @@ class Router:
 
         async def tell(member: Member) -> int:
             with contextlib.suppress(ServeError):
-                said = await self._legs.ask(member, "/pd/abort", job, dict, _PROBE_TIMEOUT)
+                said = await self._legs.ask(member, "/pd/abort", job, dict, _PROBE_TIMEOUT, aside=True)
                 return int(said.get("aborted", 0))
             return 0
 
@@ -179,20 +203,10 @@ class Router:
     async def _register(self, request: web.Request) -> web.Response:
         registration = decode(await request.read(), Registration)
         if not self.registry.knows(registration.worker_id, registration.incarnation):
-            await self._probe(registration)
+            await check_address(self._probes, registration)
         self.registry.put(registration)
+        self.admission.wake()
         return answer(Registered(router_id=self.router_id, heartbeat_s=self.config.heartbeat))
-
-    async def _probe(self, registration: Registration) -> None:
-        """Check that the advertised address leads to whom it says."""
-        url = f"{registration.url}/health"
-        try:
-            async with self._probes.get(url) as reply:
-                health = decode(await reply.read(), Health)
-        except (ClientError, TimeoutError, OSError, ServeError) as why:
-            raise ServeError("registration_refused", f"{url} cannot be reached from the router: {why!r}") from why
-        if health.incarnation != registration.incarnation:
-            raise ServeError("registration_refused", f"at {url} is {health.worker_id}, not {registration.worker_id}")
 
     async def _deregister(self, request: web.Request) -> web.Response:
         return answer({"removed": self.registry.remove(decode(await request.read(), Deregistration))})
@@ -202,7 +216,10 @@ class Router:
         member = self.registry.find(job.worker_id)
         if member is None:
             raise ServeError("not_found", f"no worker {job.worker_id!r} is registered", param="worker_id")
-        member.told_to_drain = job.drain
+        if not job.drain:
+            member.drain_since = None
+        elif member.drain_since is None:
+            member.drain_since = time.monotonic()
         return answer({"worker_id": job.worker_id, "draining": member.draining, "requests": member.requests})
 
     async def _registered(self, _request: web.Request) -> web.Response:
@@ -223,8 +240,27 @@ class Router:
         return answer({"status": "ready", **self._numbers()})
 
     async def _metrics(self, _request: web.Request) -> web.Response:
-        load = sum(member.requests for member in self.registry.members())
-        return web.Response(text=self.metrics.render(load, self._numbers()))
+        return web.Response(body=self.metrics.page(), headers={"Content-Type": CONTENT_TYPE})
+
+    def _member_metrics(self) -> Iterator[Metric]:
+        there = GaugeMetricFamily("aiodatadist_router_workers", "Workers that are registered", labels=["role"])
+        for role, count in self._numbers().items():
+            there.add_metric([role], count)
+        yield there
+        members = self.registry.members()
+        leases = sum(member.requests for member in members)
+        yield GaugeMetricFamily("aiodatadist_router_load_leases", "Requests that are with workers", value=leases)
+        for name, help, value in (
+            ("breaker", "The breaker: 0 closed, 1 half open, 2 open", lambda m: m.health.breaker.value),
+            ("unanswering", "1: does not answer probes", lambda m: not m.health.answering),
+            ("slow_start", "What is missing to its full share of requests", lambda m: 1 - m.health.weight),
+            ("draining", "1: gets no new requests", lambda m: m.draining),
+            ("tokens", "Tokens of prompts in flight", lambda m: m.tokens),
+        ):
+            family = GaugeMetricFamily(f"aiodatadist_router_worker_{name}", help, labels=["worker", "role"])
+            for member in members:
+                family.add_metric([member.worker_id, member.registration.role], value(member))
+            yield family
 
 
 @contextlib.asynccontextmanager
@@ -237,9 +273,11 @@ async def router(config: RouterConfig) -> AsyncIterator[Router]:
         here = Router(config, legs, probes)
         port = await stack.enter_async_context(serving(here.app, config.host, config.port))
         here.url = f"http://{adt.Address(config.host, port)}"
-        sweeping = asyncio.create_task(here.sweep())
+        prober = Prober(probes, here.registry, config.health.probe_period)
+        tasks = [asyncio.create_task(here.sweep()), asyncio.create_task(prober.run())]
         try:
             yield here
         finally:
-            sweeping.cancel()
-            await asyncio.wait([sweeping])
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)

@@ -13,9 +13,16 @@ __all__ = ["Running"]
 
 
 class Running:
-    """Requests by id and attempt."""
+    """Requests by id and attempt.
+
+    Attributes
+    ----------
+    closed : bool
+        True: it takes no more.
+    """
 
     def __init__(self) -> None:
+        self.closed = False
         self._tasks: dict[tuple[str, int], asyncio.Task[object]] = {}
         self._aborted: set[tuple[str, int]] = set()
 
@@ -29,8 +36,10 @@ class Running:
         Raises
         ------
         ServeError
-            ``duplicate_request``: it is being worked on; ``aborted``: `abort` named it.
+            ``duplicate_request``: it is being worked on; ``aborted``: `abort` named it; ``draining``: `closed`.
         """
+        if self.closed:
+            raise ServeError("draining", "this worker finishes what it has, and takes no more")
         key = (request_id, attempt)
         if key in self._tasks:
             raise ServeError("duplicate_request", f"request {request_id}, attempt {attempt}, is being worked on")

@@ -44,10 +44,18 @@ class Placed(NamedTuple):
 
 
 class Units:
-    """The engines of a worker, at least one, all of one model."""
+    """The engines of a worker, at least one, all of one model.
+
+    Attributes
+    ----------
+    prompt_tokens, cached_tokens : int
+        Of all prompts that were placed: their tokens, and how many of these were in a cache already.
+    """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = list(units)
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
 
     def __iter__(self):  # type: ignore[no-untyped-def]
         return iter(self._units)
@@ -92,6 +100,8 @@ class Units:
         for unit in sorted(self._units, key=busy):
             reserved = unit.engine.reserve(positions, prompt)
             if reserved is not None:
+                self.prompt_tokens += len(prompt)
+                self.cached_tokens += reserved.cached
                 return Placed(unit, reserved)
         needed = -(-positions // block_tokens)
         raise ServeError(full, f"{needed} blocks are wanted, {self.load().free_blocks} are free")

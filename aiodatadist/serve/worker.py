@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator
-from typing import Final
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, Final
 
 import numpy as np
 from aiohttp import ClientSession, web
@@ -18,9 +19,9 @@ from .config import WorkerConfig
 from .decode import DecodePart
 from .engine import Engine
 from .fetching import Fetcher
-from .heartbeat import deregister, keep_registered
+from .heartbeat import announce, deregister, keep_registered
 from .http import answer, make_app, serving
-from .metrics import WorkerMetrics
+from .metrics import CONTENT_TYPE, WorkerMetrics
 from .mixed import MixedPart
 from .numpy_engine import NumpyEngine
 from .prefill import PrefillPart
@@ -42,6 +43,7 @@ __all__ = ["DEFAULT_BLOCKS", "Worker", "load_engines", "worker"]
 
 DEFAULT_BLOCKS: Final = {"small": 2048, "smollm2": 256}
 """Blocks of an engine's cache by model: 64 and 180 MiB."""
+_DRAIN_LOOK: Final = 0.05
 _CLIENT_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/models")
 
 
@@ -89,6 +91,9 @@ class Worker:
         self._dd = dd
         self.peer = self._peer()
         self.units = Units(_open_units(config, engines, dd))
+        self.metrics.watch_load(self.units.load)
+        self.metrics.watch_prefixes(lambda: (self.units.prompt_tokens, self.units.cached_tokens))
+        self.metrics.gauge("tickets", "Prompts that are held for decode workers", lambda: len(self.tickets or ()))
         self.tickets: Tickets | None = None
         part: PrefillPart | DecodePart | MixedPart
         if dd is None:
@@ -98,7 +103,7 @@ class Worker:
             self.tickets = Tickets(dd, self.peer, config.timeouts.lease)
             part = PrefillPart(self.units, self.tickets, self.running, tokenizer, vocabulary, self.metrics)
         else:
-            fetcher = Fetcher(dd, config.timeouts.transfer)
+            fetcher = Fetcher(dd, config.timeouts.transfer, self.metrics)
             part = DecodePart(self.units, fetcher, self.running, tokenizer, self.metrics)
         self.app = make_app(
             cluster_key=config.cluster_key,
@@ -136,6 +141,15 @@ class Worker:
             draining=self.draining,
         )
 
+    async def drain(self, seconds: float, announcements: Sequence[Coroutine[Any, Any, object]] = ()) -> None:
+        """Take no more requests, and wait until those that are here, and the tickets, have ended, or time is up."""
+        self.draining = self.running.closed = True
+        limit = time.monotonic() + seconds
+        await asyncio.gather(*announcements)
+        # Requests and tickets: one may begin as another ends, so that no single event says that all is done.
+        while (len(self.running) or self.tickets) and time.monotonic() < limit:  # noqa: ASYNC110
+            await asyncio.sleep(_DRAIN_LOOK)
+
     def _peer(self) -> Peer | None:
         if self._dd is None:
             return None
@@ -154,8 +168,7 @@ class Worker:
         ))  # fmt: skip
 
     async def _metrics(self, _request: web.Request) -> web.Response:
-        held = 0 if self.tickets is None else len(self.tickets)
-        return web.Response(text=self.metrics.render(self.units.load(), held))
+        return web.Response(body=self.metrics.page(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _abort(self, request: web.Request) -> web.Response:
         return answer({"aborted": self.running.abort(decode(await request.read(), AbortJob))})
@@ -185,8 +198,8 @@ def _open_units(config: WorkerConfig, engines: list[Engine], dd: adt.DataDist | 
 async def worker(config: WorkerConfig) -> AsyncIterator[Worker]:
     """Run a worker around the body.
 
-    At the end it leaves its routers, ends its requests, waits for the model and the library to be done with the
-    memory, and only then goes.
+    At the end it finishes what is under way, where `WorkerConfig.drain` leaves time for it. It leaves its routers, ends
+    its requests, waits for the model and the library to be done with the memory, and only then goes.
     """
     engines, tokenizer, vocabulary = await asyncio.to_thread(load_engines, config)
     async with contextlib.AsyncExitStack() as stack:
@@ -216,6 +229,8 @@ async def worker(config: WorkerConfig) -> AsyncIterator[Worker]:
         try:
             yield here
         finally:
+            if config.drain > 0:
+                await here.drain(config.drain, [announce(http, router, here.registration) for router in config.routers])
             for beat in beats:
                 beat.cancel()
             if beats:
