@@ -42,6 +42,7 @@ from aiodatadist.llm_datadist import (
 )
 from aiodatadist.llm_datadist.configs import ip_text, trans_str_ip
 from aiodatadist.llm_datadist.utils import log, utils
+from aiodatadist.llm_datadist.v2.config import EngineConfig
 from aiodatadist.llm_datadist.v2.llm_types import PushType
 
 from .llm_nodes import INVALID, status_of
@@ -637,3 +638,18 @@ def test_layerwise_configs() -> None:
     for name, wrong in (("cache_key", 1), ("src_layer_range", [1]), ("dst_layer_range", 1), ("src_batch_index", "1")):
         with pytest.raises(TypeError):
             setattr(keyed, name, wrong)
+
+
+def test_options_for_rdma_reach_the_transport() -> None:
+    def rdma(**options: str) -> tuple[tuple[str, int], ...]:
+        named = {f"llm.{name}": value for name, value in options.items()}
+        return EngineConfig.from_options(1, LLMRole.PROMPT, named).rdma
+
+    assert rdma() == ()
+    assert rdma(RdmaTrafficClass="96", RdmaServiceLevel="3") == (
+        ("rdma_traffic_class", 96),
+        ("rdma_service_level", 3),
+    )
+    assert rdma(RdmaTrafficClass="300", RdmaServiceLevel="8") == ()  # taken, and no device has that
+    with pytest.raises(LLMException):
+        rdma(TransferBackend="hixl", RdmaTrafficClass="130")

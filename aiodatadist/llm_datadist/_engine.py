@@ -163,7 +163,7 @@ class Engine:
 
     async def _open(self) -> None:
         config = self.config
-        self._config = Config.from_env(transfer_timeout=config.transfer_seconds)
+        self._config = Config.from_env(None, transfer_timeout=config.transfer_seconds, **dict(config.rdma))
         dd = await DataDist(config.cluster_id, Role(config.role), listen=config.listen, config=self._config).open()
         try:
             for is_device, pool in ((True, config.device_pool), (False, config.host_pool)):

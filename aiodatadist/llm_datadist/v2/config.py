@@ -76,6 +76,8 @@ class EngineConfig:
     link_total_seconds : int
         Of a two-sided link; 0: its default.
     link_retry_count : int
+    rdma : tuple of str and int
+        Fields of `Config` for verbs that the options set.
     """
 
     cluster_id: int
@@ -89,6 +91,7 @@ class EngineConfig:
     host_pool: Pool | None = None
     link_total_seconds: int = 0
     link_retry_count: int = 1
+    rdma: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def from_options(cls, cluster_id: int, role: LLMRole, options: Mapping[str, str]) -> EngineConfig:
@@ -105,7 +108,13 @@ class EngineConfig:
         hixl = backend == "hixl"
         traffic_class = _number(options, "llm.RdmaTrafficClass", 132, 0, 255 if hixl else 2**32 - 1)
         raise_if_false(not hixl or traffic_class % 4 == 0, "llm.RdmaTrafficClass={} is no multiple of 4", traffic_class)
-        _number(options, "llm.RdmaServiceLevel", 4, 0, 7 if hixl else 2**32 - 1)
+        service_level = _number(options, "llm.RdmaServiceLevel", 4, 0, 7 if hixl else 2**32 - 1)
+        # The other backend takes any number, and what no device has means nothing.
+        rdma = []
+        if "llm.RdmaTrafficClass" in options and traffic_class <= 255 and traffic_class % 4 == 0:
+            rdma.append(("rdma_traffic_class", traffic_class))
+        if "llm.RdmaServiceLevel" in options and service_level <= 7:
+            rdma.append(("rdma_service_level", service_level))
         port = options.get("llm.ListenPort")
         return cls(
             cluster_id,
@@ -119,6 +128,7 @@ class EngineConfig:
             host_pool=Pool.from_json("llm.HostMemPoolConfig", options.get("llm.HostMemPoolConfig", "")),
             link_total_seconds=_number(options, "llm.LinkTotalTime", 0, 0, 2**31 - 1),
             link_retry_count=_number(options, "llm.LinkRetryCount", 1, 1, 100),
+            rdma=tuple(rdma),
         )
 
 
