@@ -638,7 +638,9 @@ class DataDist:
             (ended, while their peer may still touch the blocks), the ``blocks`` and ``bytes`` of both, each block once,
             ``deferred_bytes`` (of the ending ones), ``next_expiry`` (seconds until the first ends if nobody renews it,
             or None) and how many ``ended``, by `LeaseEnd`; of peers' leases how many are ``adopted`` and were ``lost``,
-            by `LeaseEnd`.
+            by `LeaseEnd`; ``rdma``: of the whole process, the memory ``registrations`` that exist, their
+            ``registered_bytes``, how many were ``registrations_made`` and ``registrations_shared`` between caches, the
+            ``queue_pairs`` that exist, and ``rebuilds``: how many were flushed and made anew.
         """
         self._check_usable()
         return {
@@ -657,6 +659,7 @@ class DataDist:
             "pending": len(self.dump()),
             "unread": len(self._center.inbox),
             "leases": self._center.leases.stats(),
+            "rdma": _core.rdma_stats(),
         }
 
     def dump(self) -> list[PendingOperation]:
