@@ -5,6 +5,7 @@
   aiodatadist serve prefill --router http://HOST:8000
   aiodatadist serve decode --router http://HOST:8000
   aiodatadist serve mixed                            prefill and decode in one process, with a router or without
+  aiodatadist serve worker --splitwise-role prefill  the same with FastDeploy's flags
 
 Needs `pip install 'aiodatadist[serve]'`. The model is a small one that ships; with --model smollm2 it is a real one,
 see `aiodatadist demo --help`.
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Final
 from aiodatadist.errors import ExtraMissing
 from aiodatadist.model import MODEL_NAMES, find_model
 
+from . import serve_fastdeploy as fastdeploy
 from .failure import CommandError
 from .serve_cluster import READY, local_cluster
 
@@ -56,11 +58,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_mode(router)
     _add_policies(router)
     _add_keys(router)
-    for role in ("prefill", "decode", "mixed"):
-        child = roles.add_parser(role, help=f"a {role} worker")
+    fastdeploy.add_scheduler(router)
+    for role in ("prefill", "decode", "mixed", "worker"):
+        child = roles.add_parser(role, help="a worker" if role == "worker" else f"a {role} worker")
+        if role == "worker":
+            fastdeploy.add_role(child)
+        else:
+            child.set_defaults(role=role)
         _add_listening(child, 0)
         child.add_argument(
-            "--router", action="append", default=[], metavar="URL", help="register here; may be given again"
+            "--router",
+            type=fastdeploy.router_url,
+            action="append",
+            default=[],
+            metavar="URL",
+            help="register here; may be given again",
         )
         child.add_argument(
             "--advertise-host", metavar="HOST", help="under which others reach this worker (that of --host)"
@@ -76,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         _add_mode(child)
         _add_model(child)
         _add_keys(child)
+        fastdeploy.add_worker(child)
 
 
 def _add_listening(parser: argparse.ArgumentParser, port: int) -> None:
@@ -130,7 +143,8 @@ def _names(text: str) -> tuple[str, ...]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command until it is told to stop: SIGINT or SIGTERM."""
-    if missing := tuple(name for name in _PACKAGES if find_spec(name) is None):
+    packages = (*_PACKAGES, "redis") if getattr(arguments, "scheduler_name", "") == "splitwise" else _PACKAGES
+    if missing := tuple(name for name in packages if find_spec(name) is None):
         raise ExtraMissing(extra="serve", packages=missing)
     if getattr(arguments, "model", None) is not None:
         find_model(arguments.model).fetch(lambda line: print(line, file=sys.stderr, flush=True))
@@ -182,19 +196,23 @@ def _router_config(arguments: argparse.Namespace) -> RouterConfig:
         queue_wait=arguments.queue_wait,
         api_key=_read_text(arguments.api_key_file),
         cluster_key=_read_bytes(arguments.cluster_key_file),
+        scheduler=fastdeploy.scheduler_config(arguments, _read_text(arguments.scheduler_password_file)),
+        wait_for_room=fastdeploy.waits_for_room(),
     )
 
 
 def _worker_config(arguments: argparse.Namespace) -> WorkerConfig:
     from aiodatadist.serve.config import WorkerConfig
 
+    fastdeploy.check_worker(arguments)
     return WorkerConfig(
-        role=arguments.what,
+        role=arguments.role,
         host=arguments.host,
         port=arguments.port,
         advertise=arguments.advertise_host,
         kv_port=arguments.kv_port,
-        routers=tuple(url.rstrip("/") for url in arguments.router),
+        metrics_port=arguments.metrics_port,
+        routers=tuple(arguments.router),
         model=arguments.model,
         num_blocks=arguments.num_blocks,
         slots=arguments.slots,

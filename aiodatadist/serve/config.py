@@ -8,7 +8,16 @@ from aiodatadist.errors import ConfigError
 
 from .protocol import ROLES
 
-__all__ = ["DEFAULT_LIMITS", "MODES", "RUNNING_PER_SLOT", "HealthLimits", "RouterConfig", "Timeouts", "WorkerConfig"]
+__all__ = [
+    "DEFAULT_LIMITS",
+    "MODES",
+    "RUNNING_PER_SLOT",
+    "HealthLimits",
+    "RouterConfig",
+    "SchedulerConfig",
+    "Timeouts",
+    "WorkerConfig",
+]
 
 MODES = ("pull", "push")
 RUNNING_PER_SLOT = 4
@@ -91,6 +100,38 @@ def _check_mode(modes: tuple[str, ...]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Where routers share their work: a Redis server, 6.2 or newer.
+
+    Attributes
+    ----------
+    host, port, password
+        Of Redis.
+    topic
+        What the names of all keys begin with. Routers of one topic work together.
+    ttl
+        Seconds that Redis keeps what nobody asks for any more.
+    limit
+        Requests with the scheduler, waiting and being served; more are refused.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 6379
+    password: str | None = field(default=None, repr=False)
+    topic: str = "fd"
+    ttl: int = 900
+    limit: int = 1024
+
+    def __post_init__(self) -> None:
+        if not self.topic:
+            raise ConfigError("the scheduler's topic is empty; give a name")
+        if self.ttl < 10:
+            raise ConfigError(f"the scheduler's ttl is {self.ttl} s; give at least 10")
+        if self.limit < 1:
+            raise ConfigError(f"the scheduler's limit is {self.limit}; give at least 1")
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """Settings of a router.
 
@@ -115,6 +156,10 @@ class RouterConfig:
         What clients have to bring; None: nothing.
     cluster_key
         What workers have to prove.
+    scheduler
+        Share the work with other routers by way of Redis; None: each request is served where it comes in.
+    wait_for_room
+        With a scheduler: requests wait while workers have no room, or there are none; False: they fail at once.
     """
 
     host: str = "127.0.0.1"
@@ -131,6 +176,8 @@ class RouterConfig:
     health: HealthLimits = DEFAULT_LIMITS
     api_key: str | None = field(default=None, repr=False)
     cluster_key: bytes | None = field(default=None, repr=False)
+    scheduler: SchedulerConfig | None = None
+    wait_for_room: bool = True
     timeouts: Timeouts = Timeouts()
 
     def __post_init__(self) -> None:
@@ -157,6 +204,8 @@ class WorkerConfig:
         The host under which others reach HTTP and KV; None: `host`, which must not be ``0.0.0.0`` then.
     kv_port
         Port of the library; 0: any.
+    metrics_port
+        Where ``/metrics`` is served as well; None: at `port` alone.
     routers
         URLs to register with; none for a worker that is used alone.
     model
@@ -182,6 +231,7 @@ class WorkerConfig:
     port: int = 0
     advertise: str | None = None
     kv_port: int = 0
+    metrics_port: int | None = None
     routers: tuple[str, ...] = ()
     model: str = "small"
     num_blocks: int | None = None

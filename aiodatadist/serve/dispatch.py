@@ -46,10 +46,10 @@ class _Budget:
 class Attempts:
     """One request's attempts; a `flows.Call`."""
 
-    def __init__(self, dispatcher: Dispatcher, generation: Generation) -> None:
+    def __init__(self, dispatcher: Dispatcher, generation: Generation, number: int) -> None:
         self._dispatcher = dispatcher
         self.generation = generation
-        self.number = 0
+        self.number = number
         self.question = _question(generation)
         self.tokens = self.question.tokens
         self.avoid: set[str] = set()
@@ -115,14 +115,15 @@ class Dispatcher:
             if fits(prefill.registration, member.registration, mode)
         ]
 
-    async def open(self, generation: Generation) -> Upstream:
+    async def open(self, generation: Generation, *, first_attempt: int = 0) -> Upstream:
         """Have a request served; returns with the first bytes of its answer. Raises ServeError.
 
-        Pairs are preferred; a mixed worker serves where there is no pair.
+        Pairs are preferred; a mixed worker serves where there is no pair. Workers tell attempts apart by their
+        numbers, which count up from `first_attempt`.
         """
         self._check_model(generation.model)
         self.budget.earn()
-        attempts = Attempts(self, generation)
+        attempts = Attempts(self, generation, first_attempt)
         last: ServeError | None = None
         while True:
             attempts.mode = next(self._modes)

@@ -56,6 +56,7 @@ CODES: Final[dict[str, Code]] = {
     "queue_full": Code(429, retry_after=1),
     "queue_timeout": Code(503, retry_after=1),
     "no_workers": Code(503, retry_after=2),
+    "scheduler_unavailable": Code(503, retry_after=2),  # Redis
     "draining": Code(503, Retry.PAIR, retry_after=2),
     "no_blocks": Code(503, Retry.DECODE, retry_after=1),  # of a decode worker
     "prefill_busy": Code(503, Retry.PAIR, retry_after=1),  # of a prefill or mixed worker

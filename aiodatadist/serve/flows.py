@@ -109,7 +109,7 @@ class MixedFlow:
         """See `Flow`; of one worker."""
         lease = member.take(call.tokens)
         try:
-            job = GenerateJob(generation=call.generation)
+            job = GenerateJob(generation=call.generation, attempt=call.number)
             return await self._legs.open(lease, "/pd/generate", job, _answer_time(call.generation, self._timeouts))
         except BaseException:
             lease.release()

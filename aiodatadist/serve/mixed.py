@@ -55,7 +55,8 @@ class MixedPart:
         ]
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, decode(await request.read(), GenerateJob).generation)
+        job = decode(await request.read(), GenerateJob)
+        return await self._answer(request, job.generation, job.attempt)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._direct(request, chat=True)
@@ -73,8 +74,8 @@ class MixedPart:
     async def _models(self, _request: web.Request) -> web.Response:
         return answer(openai.models([self._units.first.card.name]))
 
-    async def _answer(self, request: web.Request, generation: Generation) -> web.StreamResponse:
-        with self._running.enter(generation.request_id):
+    async def _answer(self, request: web.Request, generation: Generation, attempt: int = 0) -> web.StreamResponse:
+        with self._running.enter(generation.request_id, attempt):
             card, sampling = self._units.first.card, generation.sampling
             prompt = tokenize(self._tokenizer, generation, self._vocabulary)
             limit = answer_room(generation, len(prompt), card.max_positions)

@@ -305,6 +305,7 @@ class GenerateJob(Message, frozen=True):
     """Do all of it."""
 
     generation: Generation
+    attempt: int = 0
 
 
 class AbortJob(Message, frozen=True):

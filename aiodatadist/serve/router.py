@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from aiohttp import ClientSession, ClientTimeout, web
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -35,6 +35,9 @@ from .protocol import (
     decode,
 )
 from .registry import Member, Registry
+
+if TYPE_CHECKING:
+    from .redis_scheduler import RedisScheduler, Scheduled
 
 __all__ = ["Router", "router"]
 
@@ -72,6 +75,7 @@ class Router:
         self.metrics.gauge("router_queue", "Requests that wait to be let in", lambda: self.admission.waiting)
         self.metrics.watch_members(self._member_metrics)
         self.dispatcher = Dispatcher(config, self.registry, legs, self.metrics)
+        self.scheduler: RedisScheduler | None = None
         self._legs = legs
         self._probes = probes
         self.app = make_app(
@@ -107,7 +111,9 @@ class Router:
                 self._legs.tell(member, "/pd/abort", AbortJob(abort_all=True))
 
     def _room(self) -> int:
-        """Return how many requests may be with workers at once; 0: nobody can serve."""
+        """Return how many requests may be with workers at once; 0: nobody can serve, or the scheduler bounds it."""
+        if self.config.scheduler is not None:
+            return 0
         members = [*self.registry.usable("decode"), *self.registry.usable("mixed")]
         if not members or self.config.max_running is not None:
             return self.config.max_running or 0
@@ -149,7 +155,7 @@ class Router:
         self, request: web.Request, generation: Generation, began: float
     ) -> tuple[web.StreamResponse, ServeError | None]:
         """Pass an answer on; returns it, and what broke it after it had begun well."""
-        upstream = await self.dispatcher.open(generation)
+        upstream = await (self.dispatcher if self.scheduler is None else self.scheduler).open(generation)
         self.metrics.seconds["ttft"].observe(time.perf_counter() - began)
         headers = {REQUEST_ID: generation.request_id, "Content-Type": upstream.content_type}
         try:
@@ -164,7 +170,11 @@ class Router:
             upstream.close()
 
     async def _stream(
-        self, request: web.Request, response: web.StreamResponse, chunks: AsyncGenerator[bytes], upstream: Upstream
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        chunks: AsyncGenerator[bytes],
+        upstream: Upstream | Scheduled,
     ) -> ServeError | None:
         broken: ServeError | None = None
         await response.prepare(request)
@@ -237,6 +247,8 @@ class Router:
     async def _ready(self, _request: web.Request) -> web.Response:
         if not self.dispatcher.ready():
             raise ServeError("no_workers", "no pair of prefill and decode workers, and no mixed worker")
+        if self.scheduler is not None:
+            self.scheduler.check()
         return answer({"status": "ready", **self._numbers()})
 
     async def _metrics(self, _request: web.Request) -> web.Response:
@@ -271,6 +283,12 @@ async def router(config: RouterConfig) -> AsyncIterator[Router]:
         stack.push_async_callback(legs.close)
         probes = await stack.enter_async_context(ClientSession(timeout=ClientTimeout(total=_PROBE_TIMEOUT)))
         here = Router(config, legs, probes)
+        if config.scheduler is not None:
+            from .redis_scheduler import redis_scheduler  # Redis is for those who use it
+
+            here.scheduler = await stack.enter_async_context(
+                redis_scheduler(config.scheduler, config.timeouts, here.dispatcher, here.router_id)
+            )
         port = await stack.enter_async_context(serving(here.app, config.host, config.port))
         here.url = f"http://{adt.Address(config.host, port)}"
         prober = Prober(probes, here.registry, config.health.probe_period)

@@ -150,6 +150,12 @@ class Worker:
         while (len(self.running) or self.tickets) and time.monotonic() < limit:  # noqa: ASYNC110
             await asyncio.sleep(_DRAIN_LOOK)
 
+    def metrics_app(self) -> web.Application:
+        """Return an application that serves ``/metrics`` alone."""
+        app = web.Application()
+        app.add_routes([web.get("/metrics", self._metrics)])
+        return app
+
     def _peer(self) -> Peer | None:
         if self._dd is None:
             return None
@@ -223,6 +229,8 @@ async def worker(config: WorkerConfig) -> AsyncIterator[Worker]:
             stack.push_async_callback(here.tickets.close)
         port = await stack.enter_async_context(serving(here.app, config.host, config.port))
         here.url = f"http://{adt.Address(config.reachable_host, port)}"
+        if config.metrics_port is not None:
+            await stack.enter_async_context(serving(here.metrics_app(), config.host, config.metrics_port))
         headers = {} if config.cluster_key is None else {KEY_HEADER: internal_token(config.cluster_key)}
         http = await stack.enter_async_context(ClientSession(headers=headers))
         beats = [asyncio.create_task(keep_registered(http, router, here.registration)) for router in config.routers]

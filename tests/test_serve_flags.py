@@ -1,0 +1,131 @@
+"""FastDeploy's flags: what they become, and a worker that was started with them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="serving needs aiohttp")
+
+from aiodatadist import _core
+from aiodatadist.commands import serve, serve_fastdeploy
+from aiodatadist.commands.serve_cluster import local_cluster
+from aiodatadist.errors import ConfigError, UsageError
+
+from .test_serve import client, complete, wait_for
+from .waiting import reserved_address
+
+RDMA = [name for name, usable, _ in _core.probe_transports() if name in ("verbs", "hixl") and usable][:1]
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def worker(*words: str) -> Any:
+    return serve._worker_config(parse("worker", *words))
+
+
+def router(*words: str) -> Any:
+    return serve._router_config(parse("router", *words))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
+def test_the_role_is_a_flag(role: str) -> None:
+    assert worker("--splitwise-role", role).role == role
+    assert serve._worker_config(parse(role)).role == role
+    assert worker().role == "mixed"
+
+
+@pytest.mark.parametrize(
+    ("listed", "transports"),
+    [
+        ("ipc", ("shm",)),
+        ("tcp,ipc", ("tcp", "shm")),
+        ("ipc,ipc", ("shm",)),
+        ("", ("tcp",)),
+        ("rdma,ipc", (*RDMA, "shm")),
+    ],
+)
+def test_protocols_are_transports(listed: str, transports: tuple[str, ...]) -> None:
+    assert worker("--cache-transfer-protocol", listed).transports == transports
+    assert worker().transports == ("shm", "tcp")
+
+
+@pytest.mark.skipif(bool(RDMA), reason="there is RDMA here")
+def test_rdma_alone_needs_rdma(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        worker("--cache-transfer-protocol", "rdma")
+    assert "rdma cannot be used here (verbs: " in capsys.readouterr().err
+    worker("--cache-transfer-protocol", "rdma,ipc")
+    assert "the other protocols are" in capsys.readouterr().err
+
+
+def test_one_port_serves(capsys: pytest.CaptureFixture[str]) -> None:
+    config = worker("--pd-comm-port", "7001", "--rdma-comm-ports", "7101,7102")
+    assert config.kv_port == 7001
+    assert "--rdma-comm-ports is not needed" in capsys.readouterr().err
+    assert worker("--pd-comm-port", "7001,7002").kv_port == 7001
+    assert "one port serves" in capsys.readouterr().err
+    for words in (("--pd-comm-port", "x"), ("--rdma-comm-ports", "70000"), ("--cache-transfer-protocol", "ib")):
+        with pytest.raises(SystemExit):
+            worker(*words)
+
+
+def test_routers_are_urls_or_host_and_port() -> None:
+    assert worker("--router", "10.0.0.1:9000", "--router", "http://b:1/").routers == (
+        "http://10.0.0.1:9000",
+        "http://b:1",
+    )
+
+
+def test_the_scheduler_is_the_routers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert router().scheduler is None
+    flags = [
+        "--scheduler-name",
+        "splitwise",
+        "--scheduler-host",
+        "r",
+        "--scheduler-port",
+        "1",
+        "--scheduler-topic",
+        "t",
+    ]
+    found = router(*flags, "--scheduler-ttl", "60").scheduler
+    assert (found.host, found.port, found.topic, found.ttl, found.password) == ("r", 1, "t", 60, None)
+    with pytest.raises(ConfigError, match="at least 10"):
+        router(*flags, "--scheduler-ttl", "1")
+    with pytest.raises(UsageError, match="give --router"):
+        worker(*flags)
+    worker(*flags, "--router", "h:1")
+    assert "concerns routers" in capsys.readouterr().err
+
+
+def test_the_choice_to_fail_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = serve_fastdeploy._WAIT_VARIABLE
+    assert router().wait_for_room
+    monkeypatch.setenv(name, "0")
+    assert not router().wait_for_room
+    monkeypatch.setenv(name, "yes")
+    with pytest.raises(UsageError, match="give 0"):
+        router()
+
+
+@pytest.mark.hang_limit(240)
+async def test_workers_with_these_flags_serve() -> None:
+    async with client() as http, local_cluster({}) as cluster:
+        address = cluster.url.removeprefix("http://")
+        with reserved_address() as metrics:
+            port = metrics.rsplit(":", 1)[1]
+            for role, more in (("prefill", ("--metrics-port", port)), ("decode", ())):
+                flags = ("--splitwise-role", role, "--router", address, "--cache-transfer-protocol", "ipc,tcp")
+                child = await cluster.start("worker", (*flags, "--rdma-comm-ports", "1", *more))
+                await child.wait_ready()
+            await wait_for(http, cluster, prefill=1, decode=1)
+            assert (await complete(http, cluster.url, False, prompt="Once upon a time"))["tokens"]
+            async with http.get(f"http://{metrics}/metrics") as reply:
+                assert "aiodatadist_free_blocks" in await reply.text()
