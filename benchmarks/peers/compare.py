@@ -124,10 +124,15 @@ class _Comparison:
     def install(self) -> dict[Candidate, Path]:
         """Make the environments; return the Python of each candidate that can be tried."""
         pythons = {}
+        missing: dict[str, Unavailable] = {}
         for candidate in (*OURS, *self.arguments.peers):
             try:
+                # Several candidates share an environment: what failed is not tried again.
+                if candidate.environment in missing:
+                    raise missing[candidate.environment]
                 pythons[candidate] = environment(candidate.environment)
             except Unavailable as why:
+                missing[candidate.environment] = why
                 self._lost(candidate.name, why)
         return pythons
 

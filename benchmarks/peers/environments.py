@@ -54,7 +54,7 @@ def _run(command: list[str], log: Path) -> None:
 def complaint(log: Path) -> str:
     """Return what looks most like a reason in the last lines of a log."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-40:]
-    errors = [line for line in lines if "error" in line.lower()]
+    errors = [line for line in lines if "error" in line.lower() and not line.startswith(("note:", "hint:"))]
     return f"{(errors or lines or ['no output'])[-1]:.300} ({log})"
 
 
