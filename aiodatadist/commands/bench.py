@@ -10,6 +10,7 @@
   layerwise     layers pushed while a model thread computes the next, and what recording one takes from that thread
   scale         a million blocks, 100 GiB of memory, 10,000 transfers and 512 links, beside an eighth of them
   all           all of them (the default)
+  serve         not among them: a cluster of `aiodatadist serve`, under load; see --url
 
 Beside each stands a limit, measured in turn with it in the same run: memcpy, process_vm and plain sockets over the
 same blocks, by native loops without protocol, checks or safety. Only the ratio says something about the library; the
@@ -47,6 +48,7 @@ from .bench_links import LinksScale, measure_links
 from .bench_peer import child_environment
 from .bench_rows import Progress, Row, Rows, installed, print_table, size_text
 from .bench_scale import ScaleSizes, measure_scale
+from .bench_serve import add_serve_arguments, run_serve
 from .bench_transfers import PATHS, POOL_FACTOR, Scale, Session
 from .failure import CommandError
 
@@ -123,7 +125,9 @@ def _count(most: int) -> Callable[[str], int]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("subject", nargs="?", choices=(*SUBJECTS, "all"), default="all", help="what to measure")
+    parser.add_argument(
+        "subject", nargs="?", choices=(*SUBJECTS, "all", "serve"), default="all", help="what to measure"
+    )
     parser.add_argument("--all", action="store_true", help="the same as all")
     parser.add_argument(
         "--block",
@@ -154,6 +158,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write machine and rows as one JSON object to FILE, or to stdout instead of the table",
     )
+    add_serve_arguments(parser)
 
 
 def _machine(loop: str) -> dict[str, Any]:
@@ -200,6 +205,8 @@ def _check_memory(nbytes: int) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command: measure, then print the table or the JSON object."""
+    if arguments.subject == "serve":
+        return run_serve(arguments)
     if fault := _limits.build_fault():
         raise CommandError(
             f"this is {fault}, whose speed says nothing; build without AIODATADIST_DEBUG and AIODATADIST_SANITIZE"
