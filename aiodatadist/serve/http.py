@@ -12,13 +12,16 @@ from aiohttp import web
 from aiodatadist.observe import get_logger
 
 from .errors import ServeError
+from .openai import error_event
 from .protocol import KEY_HEADER, encode, internal_token
 
-__all__ = ["BODY_LIMIT", "REQUEST_ID", "answer", "make_app", "serving"]
+__all__ = ["BODY_LIMIT", "REQUEST_ID", "STREAM", "answer", "make_app", "serving"]
 
 BODY_LIMIT: Final = 8 << 20
 """Bytes of a request."""
 REQUEST_ID: Final = "X-Request-Id"
+STREAM: Final = "stream"
+"""Key of a request: its streamed response, by whoever begins one."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -71,7 +74,14 @@ def make_app(
             check(request)
             return await handler(request)
         except ServeError as error:
-            return error_answer(error)
+            stream: web.StreamResponse | None = request.get(STREAM)
+            if stream is None or not stream.prepared:
+                return error_answer(error)
+            # It has begun well: the error is its last event.
+            with contextlib.suppress(ConnectionError):
+                await stream.write(error_event(error))
+                await stream.write_eof()
+            return stream
         except web.HTTPException as why:
             code = "not_found" if why.status in (404, 405) else "invalid_request"
             response = answer(ServeError(code, f"{request.method} {request.path}: {why.reason}").body(), why.status)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from .errors import ServeError
-from .http import REQUEST_ID
+from .http import REQUEST_ID, STREAM
 from .openai import Answer, error_event
 from .protocol import Generation
 from .text import Piece
@@ -31,7 +31,7 @@ async def respond(
     headers = {REQUEST_ID: generation.request_id, "Content-Type": answer.content_type, "Cache-Control": "no-cache"}
     if not generation.stream:
         return web.Response(body=answer.whole([piece async for piece in pieces]), headers=headers)
-    response = web.StreamResponse(headers=headers)
+    response = request[STREAM] = web.StreamResponse(headers=headers)
     try:
         async for piece in pieces:
             event = answer.event(piece)
