@@ -87,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         child.add_argument("--kv-port", type=int, default=0, metavar="PORT", help="of the KV transfer (any)")
         _add_mode(child)
         _add_model(child)
+        _add_proofs(child)
         _add_keys(child)
         fastdeploy.add_worker(child)
 
@@ -115,6 +116,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--transports", type=_names, default=("shm", "tcp"), metavar="A,B", help="of the KV transfer (shm,tcp)"
     )
+
+
+def _add_proofs(parser: argparse.ArgumentParser) -> None:
+    # For checks: have workers compare the KV that has arrived with what was sent, and damage it.
+    parser.add_argument("--digests", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--damage", choices=("flip", "swap", "layer", "zero"), help=argparse.SUPPRESS)
 
 
 def _add_policies(parser: argparse.ArgumentParser) -> None:
@@ -220,6 +227,8 @@ def _worker_config(arguments: argparse.Namespace) -> WorkerConfig:
         modes=_MODES[arguments.mode],
         transports=arguments.transports,
         drain=arguments.drain,
+        digests=arguments.digests,
+        damage=arguments.damage,
         api_key=_read_text(arguments.api_key_file),
         cluster_key=_read_bytes(arguments.cluster_key_file),
     )

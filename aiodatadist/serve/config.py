@@ -224,6 +224,10 @@ class WorkerConfig:
         Seconds for what is under way when the worker is told to stop; 0: it is aborted at once.
     api_key
         As in `RouterConfig`; for mixed workers, which clients may use directly.
+    digests
+        Have a digest of each block travel with a prompt, so that decode workers compare what has arrived: slow.
+    damage
+        For tests: damage each prompt that arrives, in one of the ways of `damage.WAYS`.
     """
 
     role: str
@@ -242,6 +246,8 @@ class WorkerConfig:
     drain: float = 0.0
     api_key: str | None = field(default=None, repr=False)
     cluster_key: bytes | None = field(default=None, repr=False)
+    digests: bool = False
+    damage: str | None = None
     timeouts: Timeouts = Timeouts()
 
     def __post_init__(self) -> None:

@@ -8,13 +8,16 @@ from aiodatadist.model import Tokenizer
 
 from .errors import ServeError
 from .fetching import Fetcher
+from .http import answer
 from .metrics import WorkerMetrics
 from .openai import Answer
-from .protocol import DecodeJob, decode
+from .prefill import tokenize
+from .protocol import DecodeJob, ReleaseJob, ReserveJob, Ticket, decode
+from .pushing import Reservations
 from .responding import respond
 from .running import Running
 from .text import TextStream, pieces
-from .units import Units, answer_room
+from .units import Placed, Units, answer_room
 
 __all__ = ["DecodePart"]
 
@@ -22,29 +25,57 @@ __all__ = ["DecodePart"]
 class DecodePart:
     """Handlers of a decode worker.
 
-    Reservations for pushes (``/pd/reserve``, ``/pd/release``, and a ticket that says `pushed`) belong into `pushing`.
-
     Parameters
     ----------
     units : Units
     fetcher : Fetcher
     running : Running
     tokenizer : Tokenizer
+    vocabulary : int
+        Number of tokens.
     metrics : WorkerMetrics
+    reservations : Reservations, optional
+        None: it takes no pushes.
     """
 
     def __init__(
-        self, units: Units, fetcher: Fetcher, running: Running, tokenizer: Tokenizer, metrics: WorkerMetrics
+        self,
+        units: Units,
+        fetcher: Fetcher,
+        running: Running,
+        tokenizer: Tokenizer,
+        vocabulary: int,
+        metrics: WorkerMetrics,
+        reservations: Reservations | None = None,
     ) -> None:
         self._units = units
         self._fetcher = fetcher
         self._running = running
         self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self._metrics = metrics
+        self._reservations = reservations
 
     def routes(self) -> list[web.RouteDef]:
         """Return what this part serves."""
-        return [web.post("/pd/decode", self._decode)]
+        return [
+            web.post("/pd/decode", self._decode),
+            web.post("/pd/reserve", self._reserve),
+            web.post("/pd/release", self._release),
+        ]
+
+    async def _reserve(self, request: web.Request) -> web.Response:
+        job = decode(await request.read(), ReserveJob)
+        if self._reservations is None:
+            raise ServeError("unsupported", "this decode worker does not take pushes")
+        tokens = len(tokenize(self._tokenizer, job.generation, self._vocabulary))
+        limit = answer_room(job.generation, tokens, self._units.first.card.max_positions)
+        return answer(self._reservations.reserve(job, tokens, tokens + limit))
+
+    async def _release(self, request: web.Request) -> web.Response:
+        job = decode(await request.read(), ReleaseJob)
+        released = 0 if self._reservations is None else self._reservations.release(job.request_id, job.attempt)
+        return answer({"released": released})
 
     async def _decode(self, request: web.Request) -> web.StreamResponse:
         job = decode(await request.read(), DecodeJob)
@@ -52,13 +83,13 @@ class DecodePart:
         with self._running.enter(ticket.request_id, ticket.attempt):
             card = self._units.first.card
             limit = answer_room(generation, ticket.prompt_tokens, card.max_positions)
-            if ticket.pushed:
-                raise ServeError("unsupported", "this decode worker does not take pushes")
-            # Also for an answer of one token: the blocks are pulled, so that all tickets end the same way.
-            placed = self._units.place(ticket.prompt_tokens + limit, full="no_blocks")
+            placed = await self._take(ticket, ticket.prompt_tokens + limit)
             try:
                 with self._metrics.phase("transfer"):
-                    await self._fetcher.fetch(ticket, placed)
+                    # Also for an answer of one token, so that all tickets end the same way.
+                    if not ticket.pushed:
+                        await self._fetcher.fetch(ticket, placed)
+                    self._fetcher.look_at(ticket, placed)
                 sampling = generation.sampling
                 ends = ticket.token in card.end_tokens and not sampling.ignore_end
                 decoding = None
@@ -67,10 +98,19 @@ class DecodePart:
                         placed.reserved, ticket.token, ticket.prompt_tokens, sampling, limit - 1
                     )
                 stream = TextStream(self._tokenizer, generation.stop)
-                answer = Answer(generation, ticket.prompt_tokens, ticket.cached_tokens)
+                written = Answer(generation, ticket.prompt_tokens, ticket.cached_tokens)
                 with self._metrics.phase("decode"):
                     return await respond(
-                        request, generation, answer, pieces(stream, ticket.token, ends, decoding, "length")
+                        request, generation, written, pieces(stream, ticket.token, ends, decoding, "length")
                     )
             finally:
                 placed.free()
+
+    async def _take(self, ticket: Ticket, positions: int) -> Placed:
+        """Return the blocks that the prompt has, or will have."""
+        if not ticket.pushed:
+            return self._units.place(positions, full="no_blocks")
+        if self._reservations is None:
+            raise ServeError("unsupported", "this decode worker does not take pushes")
+        with self._metrics.phase("handover"):
+            return await self._reservations.take(ticket)

@@ -7,12 +7,11 @@ from typing import Final
 
 import msgspec
 
-from aiodatadist.errors import ConfigError
 from aiodatadist.observe import get_logger
 
 from .config import RouterConfig
 from .errors import Retry, ServeError
-from .flows import Flow, MixedFlow, Pair, PullFlow
+from .flows import Flow, MixedFlow, Pair, PullFlow, PushFlow
 from .legs import Legs, Upstream
 from .metrics import RouterMetrics
 from .policies import Question, make_policy
@@ -94,9 +93,10 @@ class Dispatcher:
         self.prefill_policy = make_policy(config.prefill_policy, "prefill")
         self.decode_policy = make_policy(config.decode_policy, "decode")
         self._mixed_policy = make_policy(config.mixed_policy, "mixed")
-        flows: dict[str, Flow] = {"pull": PullFlow(legs, config.timeouts)}
-        if missing := [mode for mode in config.modes if mode not in flows]:
-            raise ConfigError(f"the hand-over {missing[0]!r} is not there yet; use {', '.join(flows)}")
+        flows: dict[str, Flow] = {
+            "pull": PullFlow(legs, config.timeouts),
+            "push": PushFlow(legs, config.timeouts),
+        }
         self._flows = flows
         self._modes = itertools.cycle(config.modes)
         self._mixed = MixedFlow(legs, config.timeouts)

@@ -66,6 +66,7 @@ CODES: Final[dict[str, Code]] = {
     "transfer_failed": Code(502, Retry.PAIR),
     "transfer_timeout": Code(504, Retry.PAIR),
     "layout_mismatch": Code(502, Retry.PAIR, at_fault=True),
+    "kv_damaged": Code(502, Retry.PAIR, at_fault=True),
     "worker_unreachable": Code(502, Retry.PAIR, at_fault=True),
     "worker_failed": Code(502, Retry.PAIR, at_fault=True),
     "worker_timeout": Code(504, Retry.PAIR, at_fault=True),

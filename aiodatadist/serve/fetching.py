@@ -1,4 +1,7 @@
-"""How a decode worker gets a prompt's KV by a ticket: adopt the lease, pull the blocks, release."""
+"""How a decode worker gets a prompt's KV by a ticket: adopt the lease, pull the blocks, release.
+
+Or, where it was pushed into a reservation, how it takes that.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 import aiodatadist as adt
 
+from .damage import digests_of, do_damage
 from .errors import ServeError
 from .metrics import WorkerMetrics
 from .protocol import Ticket
@@ -25,12 +29,40 @@ class Fetcher:
     timeout : float
         Seconds for linking and moving together.
     metrics : WorkerMetrics
+    damage : str, optional
+        For tests: see `damage.WAYS`.
     """
 
-    def __init__(self, dd: adt.DataDist, timeout: float, metrics: WorkerMetrics) -> None:
+    def __init__(self, dd: adt.DataDist, timeout: float, metrics: WorkerMetrics, damage: str | None = None) -> None:
         self._dd = dd
         self._metrics = metrics
         self._timeout = timeout
+        self._damage = damage
+
+    def look_at(self, ticket: Ticket, placed: Placed) -> None:
+        """Compare what has arrived, in whatever way, with the ticket's digests, if it has any.
+
+        Raises
+        ------
+        ServeError
+            ``kv_damaged``.
+        """
+        unit, reserved = placed
+        assert unit.cache is not None
+        tensors = unit.cache.tensors
+        blocks = reserved.blocks[: -(-ticket.prompt_tokens // unit.engine.layout.block_tokens)]
+        if self._damage is not None:
+            do_damage(self._damage, tensors, blocks)
+        if ticket.digests:
+            pairs = zip(ticket.digests, digests_of(tensors, blocks), strict=True)
+            wrong = [index for index, (there, here) in enumerate(pairs) if there != here]
+            if wrong:
+                layer, block = divmod(wrong[0], len(blocks))
+                raise ServeError(
+                    "kv_damaged",
+                    f"{len(wrong)} of {len(ticket.digests)} blocks of {ticket.request_id} are not what was sent, "
+                    f"first block {block} of layer {layer}",
+                )
 
     async def fetch(self, ticket: Ticket, placed: Placed) -> None:
         """Bring the ticket's blocks into the first ones that were reserved.

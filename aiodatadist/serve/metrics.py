@@ -99,7 +99,7 @@ class WorkerMetrics(_Page):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the body: one request's ``prefill``, ``transfer`` or ``decode``."""
+        """Measure the body: one request's ``prefill``, ``handover``, ``transfer`` or ``decode``."""
         began = time.perf_counter()
         self.running[name] += 1
         try:

@@ -10,6 +10,7 @@ from .errors import ServeError
 from .http import answer
 from .metrics import WorkerMetrics
 from .protocol import Generation, PrefillJob, ReleaseJob, decode
+from .pushing import Pusher
 from .running import Running
 from .tickets import Tickets
 from .units import Units, answer_room
@@ -32,12 +33,11 @@ def tokenize(tokenizer: Tokenizer, generation: Generation, vocabulary: int) -> l
 class PrefillPart:
     """Handlers of a prefill worker.
 
-    Pushing (a `PrefillJob` with a reservation) belongs into `pushing`: see there.
-
     Parameters
     ----------
     units : Units
     tickets : Tickets
+    pusher : Pusher
     running : Running
     tokenizer : Tokenizer
     vocabulary : int
@@ -49,6 +49,7 @@ class PrefillPart:
         self,
         units: Units,
         tickets: Tickets,
+        pusher: Pusher,
         running: Running,
         tokenizer: Tokenizer,
         vocabulary: int,
@@ -56,6 +57,7 @@ class PrefillPart:
     ) -> None:
         self._units = units
         self._tickets = tickets
+        self._pusher = pusher
         self._running = running
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
@@ -71,9 +73,11 @@ class PrefillPart:
         with self._running.enter(generation.request_id, job.attempt), self._metrics.phase("prefill"):
             prompt = tokenize(self._tokenizer, generation, self._vocabulary)
             answer_room(generation, len(prompt), self._units.first.card.max_positions)
-            if job.reservation is not None:
-                raise ServeError("unsupported", "this prefill worker does not push")
             placed = self._units.place(len(prompt), prompt, full="prefill_busy")
+            if job.reservation is not None:
+                # The pusher frees the blocks, when nothing reads them any more.
+                pushed = await self._pusher.push(job.reservation, placed, generation.sampling)
+                return answer(self._tickets.pushed(generation, job.attempt, placed, pushed))
             held = False
             try:
                 token = await placed.unit.engine.prefill(placed.reserved, generation.sampling)

@@ -255,6 +255,8 @@ class Ticket(Message, frozen=True):
         How long the blocks stay if nobody adopts the lease, from when the ticket was made.
     pushed
         True: nothing is held, and the KV is in the reservation already.
+    digests
+        Of the blocks, layer by layer, where the owner was told to make them; else empty.
     """
 
     request_id: Id
@@ -267,6 +269,7 @@ class Ticket(Message, frozen=True):
     token: int
     ttl_s: float
     pushed: bool = False
+    digests: list[str] = []
 
 
 class ReleaseJob(Message, frozen=True):
@@ -277,11 +280,17 @@ class ReleaseJob(Message, frozen=True):
 
 
 class ReserveJob(Message, frozen=True):
-    """Reserve blocks for a prompt that will be pushed."""
+    """Reserve blocks for a prompt that will be pushed, and for its answer.
+
+    Attributes
+    ----------
+    writer
+        Cluster id of the prefill worker that may write them.
+    """
 
     generation: Generation
     attempt: int
-    prompt_tokens: int
+    writer: int
 
 
 class Reservation(Message, frozen=True):

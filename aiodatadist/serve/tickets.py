@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+from msgspec.structs import replace
+
 import aiodatadist as adt
 
+from .damage import digests_of
 from .protocol import Generation, Peer, Ticket
+from .pushing import Pushed
 from .units import Placed
 
 __all__ = ["Tickets"]
@@ -25,12 +29,15 @@ class Tickets:
         This worker; `rank` is filled in.
     ttl : float
         Seconds.
+    digests : bool
+        Have tickets say what is in the blocks.
     """
 
-    def __init__(self, dd: adt.DataDist, peer: Peer, ttl: float) -> None:
+    def __init__(self, dd: adt.DataDist, peer: Peer, ttl: float, *, digests: bool = False) -> None:
         self._caches = dd.cache_manager
         self._peer = peer
         self._ttl = ttl
+        self._digests = digests
         self._held: dict[tuple[str, int], adt.Lease] = {}
         self._keepers: set[asyncio.Task[None]] = set()
 
@@ -47,21 +54,29 @@ class Tickets:
         keeper = asyncio.create_task(self._keep(key, lease, placed))
         self._keepers.add(keeper)
         keeper.add_done_callback(self._keepers.discard)
+        digests = digests_of(unit.cache.tensors, reserved.blocks) if self._digests else []
+        return self._ticket(key, placed, token, digests, lease.id)
+
+    def pushed(self, generation: Generation, attempt: int, placed: Placed, pushed: Pushed) -> Ticket:
+        """Say what was pushed into a reservation; nothing is held."""
+        return self._ticket((generation.request_id, attempt), placed, pushed.token, pushed.digests, None)
+
+    def _ticket(
+        self, key: tuple[str, int], placed: Placed, token: int, digests: list[str], lease: int | None
+    ) -> Ticket:
+        unit, reserved = placed
         return Ticket(
-            request_id=generation.request_id,
-            attempt=attempt,
-            owner=Peer(
-                cluster_id=self._peer.cluster_id,
-                incarnation=self._peer.incarnation,
-                listen=self._peer.listen,
-                rank=unit.rank,
-            ),
-            lease=lease.id,
-            blocks=reserved.blocks,
+            request_id=key[0],
+            attempt=key[1],
+            owner=replace(self._peer, rank=unit.rank),
+            lease=0 if lease is None else lease,
+            blocks=[] if lease is None else reserved.blocks,
             prompt_tokens=len(reserved.prompt),
             cached_tokens=reserved.cached,
             token=token,
             ttl_s=self._ttl,
+            pushed=lease is None,
+            digests=digests,
         )
 
     def release(self, request_id: str, attempt: int) -> int:

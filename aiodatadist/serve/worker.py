@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from aiohttp import ClientSession, web
@@ -35,6 +36,7 @@ from .protocol import (
     decode,
     internal_token,
 )
+from .pushing import STATES, Pusher, Reservations, listen
 from .running import Running
 from .tickets import Tickets
 from .units import Unit, Units
@@ -70,6 +72,7 @@ class Worker:
         Random for this start.
     units : Units
     tickets : Tickets or None
+    pushes : Pusher, Reservations or None
     running : Running
     """
 
@@ -94,17 +97,30 @@ class Worker:
         self.metrics.watch_load(self.units.load)
         self.metrics.watch_prefixes(lambda: (self.units.prompt_tokens, self.units.cached_tokens))
         self.metrics.gauge("tickets", "Prompts that are held for decode workers", lambda: len(self.tickets or ()))
+        self.metrics.gauge("pushes", "Prompts that are pushed from here", self._pushing)
+        for state in STATES:
+            self.metrics.gauge(
+                f"reservations_{state}", f"Reservations that are {state}", functools.partial(self._reservations, state)
+            )
         self.tickets: Tickets | None = None
+        self.pushes: Pusher | Reservations | None = None
         part: PrefillPart | DecodePart | MixedPart
         if dd is None:
             part = MixedPart(self.units, self.running, tokenizer, vocabulary, self.metrics)
         elif config.role == "prefill":
             assert self.peer is not None
-            self.tickets = Tickets(dd, self.peer, config.timeouts.lease)
-            part = PrefillPart(self.units, self.tickets, self.running, tokenizer, vocabulary, self.metrics)
+            self.tickets = Tickets(dd, self.peer, config.timeouts.lease, digests=config.digests)
+            self.pushes = Pusher(dd, self.units, config.timeouts.transfer, digests=config.digests)
+            part = PrefillPart(self.units, self.tickets, self.pushes, self.running, tokenizer, vocabulary, self.metrics)
         else:
-            fetcher = Fetcher(dd, config.timeouts.transfer, self.metrics)
-            part = DecodePart(self.units, fetcher, self.running, tokenizer, self.metrics)
+            assert self.peer is not None
+            fetcher = Fetcher(dd, config.timeouts.transfer, self.metrics, config.damage)
+            reservations = None
+            if "push" in config.modes:
+                reservations = self.pushes = Reservations(
+                    dd, self.peer, self.units, config.timeouts.reservation, config.timeouts.transfer
+                )
+            part = DecodePart(self.units, fetcher, self.running, tokenizer, vocabulary, self.metrics, reservations)
         self.app = make_app(
             cluster_key=config.cluster_key,
             api_key=config.api_key,
@@ -176,6 +192,12 @@ class Worker:
     async def _metrics(self, _request: web.Request) -> web.Response:
         return web.Response(body=self.metrics.page(), headers={"Content-Type": CONTENT_TYPE})
 
+    def _pushing(self) -> int:
+        return len(self.pushes) if isinstance(self.pushes, Pusher) else 0
+
+    def _reservations(self, state: str) -> int:
+        return self.pushes.counts()[state] if isinstance(self.pushes, Reservations) else 0
+
     async def _abort(self, request: web.Request) -> web.Response:
         return answer({"aborted": self.running.abort(decode(await request.read(), AbortJob))})
 
@@ -183,6 +205,9 @@ class Worker:
 def _open_units(config: WorkerConfig, engines: list[Engine], dd: adt.DataDist | None) -> list[Unit]:
     """Give each engine its memory: of the library where blocks are to travel."""
     units = []
+    remote: Literal["r", "rw"] | None = "rw" if "push" in config.modes else None
+    if config.role == "prefill":
+        remote = "r"
     for rank, engine in enumerate(engines):
         shapes = engine.tensor_shapes()
         if dd is None:
@@ -191,13 +216,18 @@ def _open_units(config: WorkerConfig, engines: list[Engine], dd: adt.DataDist | 
             continue
         cache = dd.cache_manager.allocate_blocks_cache(
             adt.CacheDesc(len(shapes), shapes[0], engine.layout.dtype),
-            # A pull reads at the prefill worker and concerns nobody at the decode worker.
-            key=adt.BlocksCacheKey(dd.cluster_id, rank) if config.role == "prefill" else None,
-            remote="r" if config.role == "prefill" else None,
+            # A pull reads at the prefill worker and concerns nobody at the decode worker; a push writes there.
+            key=None if remote is None else adt.BlocksCacheKey(dd.cluster_id, rank),
+            remote=remote,
         )
         engine.bind(cache.tensors)
         units.append(Unit(rank, engine, cache))
     return units
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
 
 
 @contextlib.asynccontextmanager
@@ -227,6 +257,11 @@ async def worker(config: WorkerConfig) -> AsyncIterator[Worker]:
             stack.push_async_callback(unit.engine.close)
         if here.tickets is not None:
             stack.push_async_callback(here.tickets.close)
+        if here.pushes is not None:
+            assert dd is not None
+            listening = asyncio.create_task(listen(dd, here.pushes))
+            stack.push_async_callback(_end, listening)
+            stack.push_async_callback(here.pushes.close)
         port = await stack.enter_async_context(serving(here.app, config.host, config.port))
         here.url = f"http://{adt.Address(config.reachable_host, port)}"
         if config.metrics_port is not None:
