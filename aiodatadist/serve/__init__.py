@@ -19,6 +19,7 @@ module             concern
 `worker`           a worker process; `heartbeat` its registration; `prefill`, `decode`, `mixed` its handlers
 `tickets`          prompts that are held for others; `fetching` how they are taken over; `pushing` the other way
 `running`          requests under way, duplicates, aborts
+`damage`           digests of blocks, and damage done to them in tests
 `responding`       how answers leave a worker; `text` from tokens to text; `openai` the shapes
 `router`           the router process; `registry` its workers, `policies` who gets what, `health` who may
 `dispatch`         attempts and retries; `flows` the orders of hand-over; `legs` the calls to workers
