@@ -761,12 +761,18 @@ void Engine::handle(Section &s, Peer &peer, const WireMessage &message) {
             s.defer([this, keep = found->second,
                      told = adt_message_t{message.flags, 0, message.opcode, message.status, message.a, message.b,
                                           message.c}] {
+                bool heard = false;
                 for (unsigned i = 0; i < kTransportCount; ++i) {
                     with_endpoint(keep, i,
                                   [&](const adt_transport_ops_t *ops, adt_transport_h handle, adt_endpoint_h endpoint) {
+                                      if (ops->hear == adt_no_hear) return;
+                                      heard = true;
                                       ops->hear(handle, endpoint, &told);
                                   });
                 }
+                if (heard) return;
+                Section after(*this);
+                end_peer(after, *keep, ADT_ERR_PROTOCOL, true);  // nobody here talks; nothing if the link has ended
             });
             return;
         }
