@@ -254,6 +254,7 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
         shared_ptr[CNode] open_node(
             uint64_t cluster_id, shared_ptr[CRing] ring, uint64_t drain_ns, uint64_t heartbeat_ns,
             uint64_t inline_bytes, uint64_t populate_bytes) except +
+
         @staticmethod
         void use_rdma(CNode &node, const adt_rdma_t &rdma) except +
         void abort_node(const shared_ptr[CNode] &node) except +

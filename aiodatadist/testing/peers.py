@@ -240,8 +240,11 @@ class PeerProcess:
     async def _end_reading(self) -> None:
         """Have the stream end with the process, also where a process that it has forked keeps the other end open."""
         await self._gone()
-        sock: socket.socket = self._writer.get_extra_info("socket")
-        with contextlib.suppress(OSError):
+        # The loop's own object cannot be shut down everywhere: uvloop's refuses.
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(fileno=os.dup(self._writer.get_extra_info("socket").fileno())) as sock,
+        ):
             sock.shutdown(socket.SHUT_RD)  # what was sent can still be read
 
     @property
