@@ -143,6 +143,8 @@ class Router:
             if broken is None:
                 self.metrics.seconds["e2e"].observe(time.perf_counter() - began)
             return response
+        except ConnectionResetError:
+            raise  # a write found the client gone before the server's own look did
         except Exception as why:
             known = why if isinstance(why, ServeError) else ServeError("internal_error", str(why))
             status, code = known.status, known.code
