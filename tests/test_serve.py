@@ -137,6 +137,24 @@ def prompts() -> list[list[int]]:
     return [[256, *draw_prompt(rng.getrandbits(30), 2048).text.encode()][:length] for length in lengths]
 
 
+async def same_as_mixed(http: ClientSession, cluster: Cluster, mixed: str) -> int:
+    """Have the cluster write what the mixed worker at a URL writes, whole and streamed; return of how many prompts."""
+    cases = [
+        {"prompt": prompt, "temperature": temperature, "seed": index, "ignore_eos": True}
+        for index, prompt in enumerate(prompts())
+        for temperature in (0, 0.8)
+    ]
+    expected = await asyncio.gather(*(complete(http, mixed, False, **case) for case in cases))
+    assert all(len(answer["tokens"]) == NEW_TOKENS for answer in expected)
+    assert len({tuple(answer["tokens"]) for answer in expected}) > len(cases) // 2
+    for stream in (False, True):
+        asked = (complete(http, cluster.url, stream, **case) for case in cases)
+        assert await asyncio.gather(*asked) == expected
+    # The reference agrees with itself, alone and streamed.
+    assert await complete(http, mixed, True, **cases[-1]) == expected[-1]
+    return len(cases)
+
+
 @pytest.mark.hang_limit(240)
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 async def test_pairs_write_what_a_mixed_worker_writes(transport: str) -> None:
@@ -147,24 +165,11 @@ async def test_pairs_write_what_a_mixed_worker_writes(transport: str) -> None:
         mixed = await cluster.start("mixed")  # knows no router: the reference cannot get the router's requests
         await mixed.wait_ready()
         await wait_for(http, cluster, prefill=1, decode=1, mixed=0)
-        cases = [
-            {"prompt": prompt, "temperature": temperature, "seed": index, "ignore_eos": True}
-            for index, prompt in enumerate(prompts())
-            for temperature in (0, 0.8)
-        ]
-        expected = await asyncio.gather(*(complete(http, mixed.url, False, **case) for case in cases))
-        assert all(len(answer["tokens"]) == NEW_TOKENS for answer in expected)
-        assert len({tuple(answer["tokens"]) for answer in expected}) > len(cases) // 2
-
-        for stream in (False, True):
-            asked = (complete(http, cluster.url, stream, **case) for case in cases)
-            assert await asyncio.gather(*asked) == expected
-        # The reference agrees with itself, alone and streamed.
-        assert await complete(http, mixed.url, True, **cases[-1]) == expected[-1]
+        count = await same_as_mixed(http, cluster, mixed.url)
         transfers = (await gauges(http, cluster.workers["decode-0"]))[
             'aiodatadist_phase_seconds_count{phase="transfer"}'
         ]
-        assert transfers == 2 * len(cases)
+        assert transfers == 2 * count
         await all_idle(http, cluster)
 
 

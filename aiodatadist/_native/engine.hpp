@@ -54,7 +54,7 @@ enum class EventKind : uint32_t {
     lease_answer,       // token: question; status: OK or NOT_FOUND; bytes: the lease's TTL, ns
     lease_lost,         // token: lease of the peer that was adopted here; status: why its owner ended it
     layer_done,         // token: layer, from the operation's first; bytes: ns since it was recorded. The cookie is lent
-    endpoint_settled,   // token: transport; status: OK, or why it moves nothing (Engine::settled says so in words)
+    endpoint_settled,   // token: transport; status: OK, or why it moves nothing (Engine::unsettled says so in words)
     layer_arrived,      // a peer's layer is in local memory. token: operation; bytes: layer; status: how many are left
 };
 
