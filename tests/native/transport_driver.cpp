@@ -230,7 +230,7 @@ class Link {
         for (auto &side : sides_) {
             disconnect(*side);
             ops_.release_key(host_.transport(), side->remote);
-            ops_.dereg_mem(host_.transport(), side->mem);
+            check(ops_.dereg_mem(host_.transport(), side->mem, nullptr) == ADT_OK, "dereg_mem");
             check(side->serving.load() == 0, "serving has not ended with the endpoint");
         }
     }
@@ -254,6 +254,7 @@ class Link {
         batch.remote = side.remote;
         batch.op_id = op;
         batch.loop_waits = loop_waits ? 1 : 0;
+        batch.model_cpu = -1;
         adt_batch_t *const pointer = &batch;
         // As the engine does it: endpoints are guarded against disconnecting while they are used.
         const std::lock_guard<std::mutex> lock(endpoints_);
@@ -291,7 +292,7 @@ class Link {
     }
     void revoke(Side &side) {
         const std::lock_guard<std::mutex> lock(endpoints_);
-        if (side.endpoint != nullptr) ops_.revoke(host_.transport(), side.endpoint, 0);
+        if (side.endpoint != nullptr) ops_.revoke(host_.transport(), side.endpoint, 0, 0);
     }
     void take_over(Side &side) {
         const std::lock_guard<std::mutex> lock(endpoints_);
