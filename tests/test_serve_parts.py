@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from aiodatadist.serve.numpy_engine import BLOCK_TOKENS, NumpyEngine
 from aiodatadist.serve.paged import BlockPool
 from aiodatadist.serve.policies import POLICIES, Question, make_policy
 from aiodatadist.serve.protocol import Deregistration, KVLayout, Peer, Registration, Sampling
+from aiodatadist.serve.pushing import STATES, Reservations, Word, _Entry
 from aiodatadist.serve.registry import Registry, fits
 from aiodatadist.serve.text import TextStream
 
@@ -337,3 +339,53 @@ async def test_a_model_that_fails_fails_its_request_alone(model: Model) -> None:
         await until(lambda: engine.pool.free == 64)
     finally:
         await engine.close()
+
+
+# Reservations. ----------------------------------------------------------------------------------------------
+
+
+class Pieces:
+    """Counts how often what is reserved is freed; stands for units, a placed request and a node."""
+
+    def __init__(self) -> None:
+        self.freed = 0
+        self.unit: Any = SimpleNamespace(cache=object())
+        self.cache_manager = SimpleNamespace(pull_blocks=self.say)
+        self.links = {7: object()}
+
+    def __iter__(self) -> Any:
+        return iter([self.unit])
+
+    def free(self) -> None:
+        self.freed += 1
+
+    def say(self, *_: Any, **__: Any) -> asyncio.Future[None]:
+        said = asyncio.get_running_loop().create_future()
+        said.set_result(None)
+        return said
+
+
+@pytest.mark.parametrize("how", ["released after the commit", "cancelled after both", "cancelled after the end"])
+async def test_what_is_reserved_is_freed_once(how: str) -> None:
+    pieces: Any = Pieces()
+    reservations = Reservations(pieces, Peer(cluster_id=1, incarnation="1"), pieces, 30.0, 10.0)
+    ticket: Any = SimpleNamespace(request_id="r", attempt=1)
+    entry = _Entry(("r", 1), pieces, 7)
+    reservations._entries[entry.key] = entry
+    reservations.hear(7, Word(word="begin", request_id="r", attempt=1))
+    taking = asyncio.create_task(reservations.take(ticket))
+    await asyncio.sleep(0)
+    if how == "cancelled after the end":
+        reservations.hear(7, Word(word="ended", request_id="r", attempt=1))
+    else:
+        reservations.hear(7, Word(word="commit", request_id="r", attempt=1))
+        assert reservations.release("r", 1) == 1
+    if how.startswith("cancelled"):
+        taking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+    else:
+        with pytest.raises(ServeError, match="without a commit"):
+            await taking
+    await reservations.close()
+    assert (pieces.freed, reservations.counts()) == (1, dict.fromkeys(STATES, 0))

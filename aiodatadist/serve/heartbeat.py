@@ -11,6 +11,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout
 
 from aiodatadist.observe import get_logger
 
+from .errors import ServeError
 from .protocol import Deregistration, Registered, Registration, decode, encode
 
 __all__ = ["announce", "deregister", "keep_registered"]
@@ -48,7 +49,7 @@ async def keep_registered(http: ClientSession, router: str, registration: Callab
                 if registered.router_id != router_id:
                     _log.info("registered", router=router, router_id=registered.router_id)
                     router_id = registered.router_id
-        except (ClientError, TimeoutError, OSError) as why:
+        except (ClientError, TimeoutError, OSError, ServeError) as why:  # the last: an answer of something else
             trouble = f"{type(why).__name__}: {why}"
         if trouble and trouble != said:
             _log.warning("the router does not take the registration", router=router, reason=trouble)

@@ -340,13 +340,16 @@ class NumpyEngine:
                 self._kv,
                 [job.reserved.blocks for job in batch],
             )
+            tokens = [
+                sampler.choose(np.asarray(row), job.sampling, job.position + 1)
+                for job, row in zip(batch, logits, strict=True)
+            ]
         except Exception as why:
             news.extend(_News(job, None, _failed(why)) for job in batch)
             return
-        for job, row in zip(batch, logits, strict=True):
+        for job, token in zip(batch, tokens, strict=True):
             job.position += 1
             job.left -= 1
-            token = sampler.choose(np.asarray(row), job.sampling, job.position)
             job.token = token
             if token in self.card.end_tokens and not job.sampling.ignore_end:
                 news.append(_News(job, None, "stop"))

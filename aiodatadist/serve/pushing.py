@@ -315,7 +315,9 @@ class Pusher:
 
 
 def _all_landed(transfer: adt.TransferTask) -> bool:
-    return not transfer.cancelled() and all(result.error is None for result in transfer.result())
+    if transfer.cancelled() or transfer.exception() is not None:
+        return False
+    return all(result.error is None for result in transfer.result())
 
 
 # The decode worker. -----------------------------------------------------------------------------------------
@@ -374,15 +376,6 @@ class Reservations:
         """Return the number of reservations in each state of `STATES`."""
         found = Counter(entry.state for entry in self._entries.values())
         return {state: found[state] for state in STATES}
-
-    def quarantined_blocks(self) -> list[int]:
-        """Return the blocks that may still be written though nobody waits for them, of all engines."""
-        return [
-            block
-            for entry in self._entries.values()
-            if entry.state == "quarantined"
-            for block in entry.placed.reserved.blocks
-        ]
 
     def reserve(self, job: ReserveJob, prompt_tokens: int, positions: int) -> Reservation:
         """Reserve blocks for a prompt and its answer.
@@ -515,6 +508,7 @@ class Reservations:
 
     def _free(self, entry: _Entry) -> None:
         self._forget(entry)
+        entry.state = "freed"  # whoever still holds it must neither take it nor give it up again
         entry.placed.free()
 
     async def _keep(self, entry: _Entry) -> None:

@@ -220,8 +220,11 @@ class Store:
 
     async def make_group(self) -> None:
         """Make the group of the requests, if it is not there: also of those that came before it."""
-        with contextlib.suppress(ResponseError):  # BUSYGROUP: it is
+        try:
             await self.redis.xgroup_create(self.requests, GROUP, id="0", mkstream=True)
+        except ResponseError as why:
+            if "BUSYGROUP" not in str(why):  # it is
+                raise
 
     async def submit(self, job: ScheduledJob, *, limit: int, force: bool = False) -> str:
         """Submit a request; returns ``taken``, ``known`` or ``full``.
