@@ -4,7 +4,7 @@ Looks at each transport, what the kernel and a container allow, the limits that 
 links would take, the Config that a DataDist would have, and the installed versions. Exits 0 if a link can be made, 1
 if no transport of the Config is usable, 2 if an AIODATADIST_* variable cannot be used.
 
-`aiodatadist doctor rdma` looks at RDMA alone, and closer.
+`aiodatadist doctor rdma` looks at RDMA alone, and closer; `aiodatadist doctor ascend` at HIXL and NPUs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from aiodatadist import _core
 from aiodatadist.config import KNOWN_TRANSPORTS, Config
 from aiodatadist.errors import ConfigError
 
-from . import doctor_rdma, machine
+from . import doctor_ascend, doctor_rdma, machine
 
 __all__ = ["NAME", "SUMMARY", "Report", "add_arguments", "examine", "run"]
 
@@ -407,15 +407,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     topics = parser.add_subparsers(title="topics", metavar="TOPIC")
-    topic = topics.add_parser(
-        doctor_rdma.NAME,
-        help=doctor_rdma.SUMMARY,
-        description=doctor_rdma.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    doctor_rdma.add_arguments(topic)
-    # In place of the doctor's own.
-    topic.set_defaults(run=doctor_rdma.run)
+    for topic in (doctor_rdma, doctor_ascend):
+        child = topics.add_parser(
+            topic.NAME,
+            help=topic.SUMMARY,
+            description=topic.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        topic.add_arguments(child)
+        # In place of the doctor's own.
+        child.set_defaults(run=topic.run)
 
 
 def run(arguments: argparse.Namespace) -> int:

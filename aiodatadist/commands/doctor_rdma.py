@@ -27,7 +27,7 @@ from . import machine
 from .rdma_choice import TIMEOUTS, Choice, choose, recommended_timeout, retransmission_seconds, unusable
 from .rdma_devices import LIBRARY, SYS, Accelerator, Device, Library, accelerators, devices
 
-__all__ = ["NAME", "SUMMARY", "Finding", "Loopback", "Report", "add_arguments", "examine", "run"]
+__all__ = ["NAME", "SUMMARY", "Finding", "Loopback", "Report", "add_arguments", "examine", "run", "seconds_above_0"]
 
 NAME: Final = "rdma"
 SUMMARY: Final = "say whether RDMA works here, and choose NICs"
@@ -410,7 +410,8 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"RDMA cannot be used: {report.status}. shm and tcp do not need it."
 
 
-def _seconds(text: str) -> float:
+def seconds_above_0(text: str) -> float:
+    """Read a number of seconds of the command line."""
     value = float(text)
     if not 0 < value < float("inf"):
         raise ValueError(text)
@@ -422,7 +423,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument(
         "--transfer-timeout",
-        type=_seconds,
+        type=seconds_above_0,
         default=1.0,
         metavar="SECONDS",
         help="how long a transfer may take, for the recommended HCCL_RDMA_TIMEOUT (1)",

@@ -1,0 +1,327 @@
+"""Say whether HIXL can move memory of NPUs on this machine and, where it cannot, exactly why and how to change it.
+
+Looks at the driver, CANN and its HIXL library, the NPUs, the network port of each (hccn_tool: link, address, TLS, ping
+of the next NPU), and the environment that NPUs talk by. Exits 0 if the transport hixl is usable, 1 if not, 2 if a
+variable of the environment cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from aiodatadist import _core
+from aiodatadist.config import Config
+
+from . import ascend_host
+from .ascend_host import Npu, Ping, Port, Toolkit
+from .ascend_variables import Variable, judged
+from .doctor_rdma import Finding, seconds_above_0
+
+__all__ = ["NAME", "SUMMARY", "Network", "Report", "add_arguments", "examine", "run"]
+
+NAME: Final = "ascend"
+SUMMARY: Final = "say whether HIXL and NPUs work here"
+
+_MOST_PORTS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What is known of the NPUs' network ports.
+
+    Attributes
+    ----------
+    tool : str or None
+        The hccn_tool that was asked; None: there is none.
+    ports : list of Port
+    pings : list of Ping
+        From each NPU with an address to the next one of this machine; as `ports` without those that have none.
+    configured : dict
+        Addresses in /etc/hccn.conf, by number of the NPU.
+    """
+
+    tool: str | None
+    ports: list[Port]
+    pings: list[Ping]
+    configured: dict[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `examine` found.
+
+    Attributes
+    ----------
+    status : str
+        ``"ready"``, or what the first fatal finding says.
+    findings : list of Finding
+        In the order in which to put them right.
+    transport : str
+        What the transport hixl says of itself.
+    usable : bool
+        What it says of being usable.
+    driver : str or None
+        Version of the NPU driver.
+    toolkits : list of Toolkit
+    npus : list of Npu
+    cards : int
+        Ascend cards on the PCI bus.
+    network : Network
+    variables : list of Variable
+    """
+
+    status: str
+    findings: list[Finding]
+    transport: str
+    usable: bool
+    driver: str | None
+    toolkits: list[Toolkit]
+    npus: list[Npu]
+    cards: int
+    network: Network
+    variables: list[Variable]
+
+
+# Finding out. -----------------------------------------------------------------------------------------------
+
+
+def _network(found: Sequence[Npu]) -> Network:
+    numbers = [one.number for one in found][:_MOST_PORTS]
+    configured = ascend_host.configured_addresses(numbers)
+    tool = ascend_host.hccn_tool() if numbers else None
+    if tool is None:
+        return Network(None, [], [], configured)
+    ports = [ascend_host.port_of(tool, number) for number in numbers]
+    # One after the other in a ring, so that each is pinged once and pings once.
+    ring = [port for port in ports if port.address is not None]
+    pings = [
+        ascend_host.ping(tool, port.number, str(after.address))
+        for port, after in zip(ring, [*ring[1:], *ring[:1]], strict=True)
+        if after is not port
+    ]
+    return Network(tool, ports, pings, configured)
+
+
+def _about_hardware(
+    driver: str | None, found: Sequence[Npu], cards: int, kits: Sequence[Toolkit], usable: bool, detail: str
+) -> Iterator[Finding]:
+    if not found:
+        files = ascend_host.DEV / "davinci*"
+        if cards:
+            yield Finding(
+                "no driver",
+                f"the PCI bus has {cards} Ascend cards, and there is no {files}",
+                "install the NPU driver and firmware and load it; give the container the files and the driver's folder",
+            )
+        else:
+            yield Finding(
+                "no NPU",
+                f"there is no {files}, and no Ascend card on the PCI bus",
+                "run this on an Ascend host; in a container pass /dev/davinci0 ..., /dev/davinci_manager, "
+                "/dev/devmm_svm, /dev/hisi_hdc and the driver's folder into it",
+            )
+    elif all(one.refused for one in found):
+        yield Finding(
+            "no access",
+            "; ".join(f"{one.file}: {one.refused}" for one in found),
+            "run as a user of the group that owns the files (HwHiAiUser)",
+        )
+    if found and driver is None:
+        yield Finding(
+            "driver unknown",
+            f"{ascend_host.ASCEND / 'driver/version.info'} does not say its version",
+            "give the container the driver's folder",
+            fatal=False,
+        )
+    if not kits:
+        yield Finding(
+            "no CANN",
+            f"neither ASCEND_HOME_PATH nor {ascend_host.ASCEND} has it",
+            "install the CANN toolkit, and source its set_env.sh in the shell that starts this",
+        )
+    if not usable:
+        yield Finding("not usable", detail, "as the reason says")
+
+
+def _about_network(network: Network, found: Sequence[Npu]) -> Iterator[Finding]:
+    if not found:
+        return
+    if network.tool is None and not network.configured:
+        yield Finding(
+            "no hccn_tool",
+            "it is neither in PATH nor beside the driver, and /etc/hccn.conf gives no addresses: the ports' addresses "
+            "are unknown to CANN as well",
+            "give the container driver/tools/hccn_tool or /etc/hccn.conf, or name them in hixl's LocalCommRes",
+            fatal=False,
+        )
+    for port in network.ports:
+        if port.link == "DOWN":
+            yield Finding(
+                "link down",
+                f"the port of NPU {port.number} is down: it has no RoCE; HCCS within a server or pod needs none",
+                "look at its cable, optics and switch port",
+                fatal=False,
+            )
+    for pinged in network.pings:
+        if not pinged.works:
+            yield Finding(
+                "ping",
+                f"{pinged.address}: {pinged.error or f'{pinged.received} of {pinged.sent} packets came back'}",
+                "look at addresses, netmasks, gateways and VLANs of both ports",
+                fatal=False,
+            )
+    switches = {port.tls for port in network.ports if port.tls is not None}
+    if len(switches) == 2:
+        on = [port.number for port in network.ports if port.tls]
+        yield Finding(
+            "tls", f"it is on for NPUs {on} and off for the others", "make it the same everywhere: hccn_tool -tls"
+        )
+    elif switches == {True}:
+        yield Finding(
+            "tls",
+            "it is on: linking takes longer, and peers need it as well",
+            "give links a timeout of at least 2 s",
+            fatal=False,
+        )
+
+
+def _about_variables(variables: Sequence[Variable]) -> Iterator[Finding]:
+    for one in variables:
+        if one.verdict == "wrong":
+            yield Finding("variable", f"{one.name}={one.value}: {one.judgement}", f"change it, or unset {one.name}")
+
+
+def probed() -> tuple[bool, str]:
+    """Ask the transport hixl whether it can be used, and what it has to say."""
+    return next(
+        ((usable, detail) for name, usable, detail in _core.probe_transports() if name == "hixl"),
+        (False, "this version has no such transport yet"),
+    )
+
+
+def examine(transfer: float) -> Report:
+    """Look at this process and this machine.
+
+    Parameters
+    ----------
+    transfer : float
+        Seconds that a transfer may take, for the judgement of HCCL_RDMA_TIMEOUT.
+
+    Raises
+    ------
+    ConfigError
+        An ``AIODATADIST_*`` variable cannot be used.
+    """
+    variables = judged(os.environ, transfer)
+    with warnings.catch_warnings():
+        # Of variables that nobody knows: `aiodatadist doctor` names them. Wrong ones of HCCL are findings.
+        warnings.simplefilter("ignore")
+        Config.from_env({name: value for name, value in os.environ.items() if not name.startswith("HCCL_")})
+    usable, detail = probed()
+    found, cards = ascend_host.npus()
+    driver, kits, network = ascend_host.driver_version(), ascend_host.toolkits(os.environ), _network(found)
+    findings = [
+        *_about_variables(variables),
+        *_about_hardware(driver, found, cards, kits, usable, detail),
+        *_about_network(network, found),
+    ]
+    return Report(
+        status=next((one.what for one in findings if one.fatal), "ready"),
+        findings=findings,
+        transport=detail,
+        usable=usable,
+        driver=driver,
+        toolkits=kits,
+        npus=found,
+        cards=cards,
+        network=network,
+        variables=variables,
+    )
+
+
+# Text. ------------------------------------------------------------------------------------------------------
+
+
+def _row(name: str, text: str) -> str:
+    return f"  {name:<24}{text}"
+
+
+def _about_port(port: Port) -> str:
+    words = [f"link {port.link or 'unknown'}", f"address {port.address or 'unknown'}"]
+    if port.netmask is not None:
+        words.append(f"netmask {port.netmask}")
+    words.append({True: "TLS on", False: "TLS off", None: "TLS unknown"}[port.tls])
+    return ", ".join([*words, *port.errors])
+
+
+def _about_ping(pinged: Ping) -> str:
+    return pinged.error or f"{pinged.received} of {pinged.sent} packets came back"
+
+
+def lines(report: Report) -> Iterator[str]:
+    """Return the report as text."""
+    yield "software"
+    yield _row("transport hixl", f"{'usable' if report.usable else 'NOT usable'}: {report.transport}")
+    yield _row("NPU driver", report.driver or "not found")
+    if not report.toolkits:
+        yield _row("CANN", "not found")
+    for kit in report.toolkits:
+        yield _row("CANN", f"{kit.version or 'unknown version'} in {kit.home}{', active' if kit.active else ''}")
+    yield "NPUs"
+    if not report.npus:
+        yield _row("none", f"{report.cards} Ascend cards on the PCI bus")
+    for one in report.npus:
+        yield _row(f"NPU {one.number}", f"{one.file}{f': {one.refused}' if one.refused else ''}")
+    if report.npus:
+        network = report.network
+        yield "network of the NPUs"
+        yield _row("hccn_tool", network.tool or "not found")
+        for port in network.ports:
+            yield _row(f"NPU {port.number}", _about_port(port))
+        for pinged in network.pings:
+            yield _row(f"ping {pinged.address}", _about_ping(pinged))
+        for number, address in network.configured.items():
+            yield _row("hccn.conf", f"NPU {number}: {address}")
+    yield "environment"
+    marks = {"fine": "", "look": "LOOK: ", "wrong": "WRONG: "}
+    for variable in report.variables:
+        yield _row(variable.name, "not set" if variable.value is None else variable.value)
+        yield _row("", variable.means)
+        yield _row("", f"{marks[variable.verdict]}{variable.judgement}")
+    for finding in report.findings:
+        yield f"{'PROBLEM' if finding.fatal else 'NOTE'}: {finding.what}: {finding.why}"
+        yield f"  to change it: {finding.fix}"
+    if report.status == "ready":
+        yield "HIXL can be used."
+    else:
+        yield f"HIXL cannot be used: {report.status}. Host memory needs none of it: shm, tcp and verbs carry that."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument(
+        "--transfer-timeout",
+        type=seconds_above_0,
+        default=1.0,
+        metavar="SECONDS",
+        help="how long a transfer may take, for HCCL_RDMA_TIMEOUT (1)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command: print the report, and return the exit code that the module's docstring names."""
+    report = examine(arguments.transfer_timeout)
+    if arguments.json:
+        print(json.dumps(asdict(report), indent=2))
+    else:
+        print("\n".join(lines(report)))
+    if report.status == "variable":
+        return 2
+    return 0 if report.status == "ready" else 1
