@@ -138,6 +138,23 @@ def test_scripts_with_torch(script: str, torch_nursery: Nursery, addresses: list
     run_pair(torch_nursery, script, "torch", addresses)
 
 
+def prefill_and_decode(nursery: Nursery, where: list[str], *options: str) -> None:
+    script = str(ROOT / "examples/ascend_pd.py")
+    ends = ["--prompt", where[0], "--decoder", where[1], *options]
+    results = nursery.run(*(["--cpu", script, "--role", role, *ends] for role in "pd"))
+    assert said(results) == ["prefill is done, and 0 requests were left over", "8 answers are right"]
+
+
+@pytest.mark.parametrize("backend", ["default", "hixl"])
+def test_prefill_and_decode(backend: str, nursery: Nursery, addresses: list[str]) -> None:
+    prefill_and_decode(nursery, addresses, "--memory", "numpy", "--backend", backend)
+
+
+@pytest.mark.torch
+def test_prefill_and_decode_with_torch(torch_nursery: Nursery, addresses: list[str]) -> None:
+    prefill_and_decode(torch_nursery, addresses, "--memory", "torch", "--backend", "hixl")
+
+
 def test_members_on_two_hosts(nursery: Nursery, addresses: list[str]) -> None:
     more = ["--memory", "numpy", "--name", addresses[0], "--decoder_host", "127.0.0.2"]
     base_port = f"HCCL_IF_BASE_PORT={addresses[2].partition(':')[2]}"
