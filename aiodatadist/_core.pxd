@@ -16,6 +16,8 @@ cdef extern from "aiodatadist/transport.h" nogil:
         ADT_WRITE
     unsigned ADT_REMOTE_READ
     unsigned ADT_REMOTE_WRITE
+    unsigned ADT_PLACEMENT_HOST
+    unsigned ADT_PLACEMENT_DEVICE
     ctypedef struct adt_geometry_t:
         uint32_t num_tensors
         uint64_t num_blocks
@@ -26,6 +28,7 @@ cdef extern from "aiodatadist/transport.h" nogil:
         adt_geometry_t geometry
         void **tensors
         uint32_t access
+        uint32_t placement
         uint64_t region_id
         void *region_base
         uint64_t region_bytes

@@ -536,8 +536,12 @@ cdef class Node:
         return result
 
     def register_cache(self, uint64_t cache_id, addresses, uint64_t num_blocks, uint64_t block_bytes,
-                       uint64_t block_stride, bint readable, bint writable, Region region=None, pin=None):
-        """Make a cache known natively; `pin` is kept alive until nothing can touch its memory any more."""
+                       uint64_t block_stride, bint readable, bint writable, Region region=None, pin=None, *,
+                       bint device=False):
+        """Make a cache known natively; `pin` is kept alive until nothing can touch its memory any more.
+
+        `device`: the addresses are an NPU's. Nothing but a transport that reaches them may touch them.
+        """
         cdef vector[void *] tensors
         cdef adt_memory_t memory
         cdef shared_ptr[CLocalCache] cache
@@ -551,6 +555,7 @@ cdef class Node:
         memory.geometry.block_stride = block_stride
         memory.tensors = tensors.data()
         memory.access = (ADT_REMOTE_READ if readable else 0) | (ADT_REMOTE_WRITE if writable else 0)
+        memory.placement = ADT_PLACEMENT_DEVICE if device else ADT_PLACEMENT_HOST
         memory.region_id = 0
         memory.region_base = NULL
         memory.region_bytes = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 import os
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, SupportsFloat
 
+from ._hixl_options import check_hixl_options
 from .errors import ConfigError
 
 __all__ = ["KNOWN_TRANSPORTS", "Config"]
@@ -51,8 +53,9 @@ _COUNTS: Final[Mapping[str, tuple[int, int]]] = {
     "rdma_service_level": (0, 7),
     "rdma_timeout": (5, 20),
     "rdma_retry_count": (1, 7),
+    "device_id": (0, 2**31 - 1),
 }
-_OPTIONAL_COUNTS: Final = frozenset({"rdma_gid_index"})
+_OPTIONAL_COUNTS: Final = frozenset({"rdma_gid_index", "device_id"})
 _NAMES: Final = frozenset({"transports", "rdma_devices"})
 # What other programs' users have set already. It counts where the variable of our own is not set.
 _ALIASES: Final[Mapping[str, str]] = {
@@ -63,6 +66,7 @@ _ALIASES: Final[Mapping[str, str]] = {
     "HCCL_RDMA_RETRY_CNT": "rdma_retry_count",
 }
 _DEVICES_MOST: Final = 32
+_PATH_MOST: Final = 4096
 _DEVICE_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,63}(:[1-9][0-9]{0,2})?\Z", re.ASCII)
 _BYTES: Final[Mapping[str, tuple[int, int]]] = {
     "inline_bytes": (0, 16 * _MIB),
@@ -129,6 +133,14 @@ class Config:
         5 to 20: the device waits 4.096 us times 2 to this for an acknowledgement. Also ``HCCL_RDMA_TIMEOUT``.
     rdma_retry_count : int
         1 to 7: how often it tries again then. Also ``HCCL_RDMA_RETRY_CNT``.
+    device_id : int or None
+        The NPU that hixl uses, as ACL counts the devices that this process sees. None: 0.
+    hixl_library : str or None
+        Path of CANN's ``libcann_hixl.so``, or of the folder that holds it. None: it is found through
+        ``ASCEND_HOME_PATH``, the usual folders of CANN, or the dynamic loader.
+    hixl_options : mapping of str to str
+        Options for HIXL by the names that it gives them, such as ``{"RdmaTrafficClass": "132"}``. Read from
+        ``AIODATADIST_HIXL_OPTIONS`` as a JSON object. A copy is kept.
     allow_any_ptracer : bool
         Let any process of this user read and write this process's memory where Yama restricts ptrace and
         there is more than one peer. Without it ordinary memory then travels over tcp.
@@ -166,6 +178,9 @@ class Config:
     rdma_service_level: int = 0
     rdma_timeout: int = 14
     rdma_retry_count: int = 7
+    device_id: int | None = None
+    hixl_library: str | None = None
+    hixl_options: Mapping[str, str] = field(default_factory=dict, hash=False)
     allow_any_ptracer: bool = False
 
     def __post_init__(self) -> None:
@@ -185,6 +200,8 @@ class Config:
                 f"rdma_traffic_class={self.rdma_traffic_class} is no multiple of 4",
                 hint="give the DSCP times 4, such as 132 for DSCP 33",
             )
+        object.__setattr__(self, "hixl_library", _checked_path("hixl_library", self.hixl_library))
+        object.__setattr__(self, "hixl_options", check_hixl_options(self.hixl_options))
         for name in _BOOLS:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r:.80} is no bool", hint="give True or False")
@@ -282,6 +299,18 @@ def _checked_devices(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _checked_path(name: str, value: object) -> str | None:
+    if value is None:
+        return None
+    hint = "give the path of a file or a folder, or None to have it found"
+    if not isinstance(value, (str, os.PathLike)):
+        raise ConfigError(f"{name}={value!r:.80} is no path", hint=hint)
+    path = os.fspath(value)
+    if not isinstance(path, str) or not path or "\0" in path or len(path) > _PATH_MOST:
+        raise ConfigError(f"{name}={path!r:.80} is no path", hint=hint)
+    return path
+
+
 def _check_cluster_key(value: object) -> None:
     """Check the key without ever putting it into a message."""
     if value is None:
@@ -365,7 +394,26 @@ def _read_names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(","))
 
 
+def _read_path(text: str) -> str:
+    return text
+
+
+def _read_options(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ValueError('write a JSON object such as {"RdmaServiceLevel": "4"}') from None
+
+
+_OTHER_READERS: Final[Mapping[str, Callable[[str], object]]] = {
+    "hixl_library": _read_path,
+    "hixl_options": _read_options,
+}
+
+
 def _reader(name: str) -> Callable[[str], object]:
+    if name in _OTHER_READERS:
+        return _OTHER_READERS[name]
     if name in _SECONDS:
         return _read_seconds
     if name in _COUNTS:

@@ -96,6 +96,29 @@ BAD: list[tuple[str, Any]] = [
     ("rdma_timeout", 21),
     ("rdma_retry_count", 0),
     ("rdma_retry_count", 8),
+    ("device_id", -1),
+    ("device_id", "0"),
+    ("hixl_library", ""),
+    ("hixl_library", 3),
+    ("hixl_library", "a\0b"),
+    ("hixl_options", "RdmaServiceLevel=4"),
+    ("hixl_options", {"RdmaServiceLevels": "4"}),
+    ("hixl_options", {"RdmaServiceLevel": 4}),
+    ("hixl_options", {"RdmaServiceLevel": "8"}),
+    ("hixl_options", {"RdmaTrafficClass": "130"}),
+    ("hixl_options", {"RdmaTrafficClass": ""}),
+    ("hixl_options", {"AutoConnect": "yes"}),
+    ("hixl_options", {"BufferPool": "4"}),
+    ("hixl_options", {"BufferPool": "4:8", "EnableUseFabricMem": "1"}),
+    ("hixl_options", {"LocalCommRes": "1.3"}),
+    ("hixl_options", {"LocalCommRes": '{"version": "2"}'}),
+    ("hixl_options", {"GlobalResourceConfig": "[]"}),
+    ("hixl_options", {"GlobalResourceConfig": '{"channel_pool.max_channel": 513}'}),
+    ("hixl_options", {"GlobalResourceConfig": '{"channel_pool": {"max_channels": 5}}'}),
+    ("hixl_options", {"GlobalResourceConfig": '{"channel_pool.low_waterline": 0.5}'}),
+    ("hixl_options", {"GlobalResourceConfig": '{"comm_resource_config.protocol_desc": ["tcp:host"]}'}),
+    ("hixl_options", {"GlobalResourceConfig": '{"fabric_memory.enable_aicpu_unfold": 2}'}),
+    ("hixl_options", {"GlobalResourceConfig": '{"local_comm_res_path": 5}'}),
     ("allow_any_ptracer", 1),
     ("allow_any_ptracer", None),
 ]
@@ -107,6 +130,25 @@ def test_bad_values_name_field_and_fix(name: str, value: Any) -> None:
         Config(**{name: value})
     assert isinstance(caught.value, ValueError)
     assert caught.value.hint
+
+
+def test_options_of_hixl_are_passed_as_they_are() -> None:
+    options = {
+        "RdmaTrafficClass": "132",
+        "BufferPool": "0:0",
+        "EnableUseFabricMem": "0",
+        "LocalCommRes": '{"version": "1.3"}',
+        "GlobalResourceConfig": '{"channel_pool": {"low_waterline": 0.2, "high_waterline": 0.5}, '
+        '"connect_pool.thread_num": "4", "comm_resource_config.protocol_desc": "roce:device"}',
+    }
+    config = Config(hixl_options=options)
+    assert config.hixl_options == options
+    options.clear()
+    assert config.hixl_options["RdmaTrafficClass"] == "132"
+    read = Config.from_env({"AIODATADIST_HIXL_OPTIONS": '{"RdmaServiceLevel": "4"}', "AIODATADIST_DEVICE_ID": "3"})
+    assert read.hixl_options == {"RdmaServiceLevel": "4"}
+    assert read.device_id == 3
+    assert Config.from_env({"AIODATADIST_HIXL_LIBRARY": "/opt/hixl"}).hixl_library == "/opt/hixl"
 
 
 def test_every_field_is_checked() -> None:

@@ -380,6 +380,11 @@ def test_impossible_geometries(shape: Geometry) -> None:
             r.owner.node.register_cache(6, [], 1, 8, 8, True, True)
 
 
+def test_device_memory_is_refused_where_no_transport_reaches_it() -> None:
+    with rig("tcp", "step") as r, pytest.raises(DataDistError, match="no transport of this DataDist reaches device"):
+        r.owner.node.register_cache(5, [1 << 40], 8, 8, 8, True, True, device=True)
+
+
 def test_keys_that_do_not_fit() -> None:
     with rig("shm-mapped", "step") as r:
         there = r.tensors(SMALL, seed=1)

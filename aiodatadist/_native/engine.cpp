@@ -443,7 +443,9 @@ adt_status_t Engine::usable(const TransferRequest &request) {
     const RemoteCache &remote = *request.remote;
     if (request.local->closed || (remote.here && remote.here->closed)) return ADT_ERR_CLOSED;
     if (remote.peer->state != Peer::State::active) return remote.here ? ADT_ERR_CLOSED : ADT_ERR_PEER_LOST;
-    return remote.closed ? ADT_ERR_NOT_FOUND : ADT_OK;
+    if (remote.closed) return ADT_ERR_NOT_FOUND;
+    // Such as device memory here, and a cache over there that a transport of host memory reaches.
+    return request.local->registered[remote.transport] ? ADT_OK : ADT_ERR_UNSUPPORTED;
 }
 
 SubmitResult Engine::submit(const TransferRequest &request) {

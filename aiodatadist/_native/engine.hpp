@@ -109,6 +109,7 @@ struct LocalCache : Counted<Live::local_cache> {
     adt_geometry_t geometry{};
     std::vector<char *> tensors;
     uint32_t access = 0;
+    uint32_t placement = ADT_PLACEMENT_HOST;
     std::array<adt_mem_h, kTransportCount> mems{};
     std::array<bool, kTransportCount> registered{};
     // under Engine::mu_

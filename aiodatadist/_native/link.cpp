@@ -135,6 +135,7 @@ adt_status_t Engine::register_cache(const std::shared_ptr<Node> &node, const adt
     cache->id = memory.cache_id;
     cache->geometry = memory.geometry;
     cache->access = memory.access;
+    cache->placement = memory.placement;
     for (uint32_t i = 0; i < memory.geometry.num_tensors; ++i) {
         cache->tensors.push_back(static_cast<char *>(memory.tensors[i]));
     }
@@ -143,6 +144,7 @@ adt_status_t Engine::register_cache(const std::shared_ptr<Node> &node, const adt
     for (unsigned i = 0; i < kTransportCount; ++i) {
         const Transport &t = transports_[i];
         if (known.rdma == nullptr && (t.ops->flags & ADT_TRANSPORT_PINS) != 0) continue;
+        if (memory.placement != ADT_PLACEMENT_HOST && (t.ops->flags & ADT_TRANSPORT_DEVICE) == 0) continue;
         const adt_status_t status = t.ops->reg_mem(t.handle, &known, &cache->mems[i]);
         if (status == ADT_OK) {
             cache->registered[i] = true;
@@ -151,6 +153,10 @@ adt_status_t Engine::register_cache(const std::shared_ptr<Node> &node, const adt
         error = std::string(t.ops->name) + ": " + last_error(i);
         deregister(*cache, nullptr, {});
         return status;
+    }
+    if (std::find(cache->registered.begin(), cache->registered.end(), true) == cache->registered.end()) {
+        error = "no transport of this DataDist reaches device memory";
+        return ADT_ERR_UNSUPPORTED;
     }
     Section s(*this);
     if (!node->caches.emplace(cache->id, cache).second) {
@@ -974,6 +980,7 @@ adt_status_t Engine::host_begin_serve(void *ctx, void *link, adt_request_t *requ
     LocalCache &cache = *found->second;
     const uint32_t needed = request->opcode == ADT_READ ? ADT_REMOTE_READ : ADT_REMOTE_WRITE;
     if ((cache.access & needed) == 0) return ADT_ERR_PERMISSION;
+    if (cache.placement != ADT_PLACEMENT_HOST) return ADT_ERR_UNSUPPORTED;  // it got no key that leads here
     for (uint32_t i = 0; i < request->count; ++i) {
         adt_chunk_t &chunk = request->chunks[i];
         if (chunk.remote_tensor >= cache.geometry.num_tensors ||

@@ -244,6 +244,7 @@ void close_shm(adt_transport_h handle) {
 }
 
 adt_status_t reg_mem(adt_transport_h, const adt_memory_t *memory, adt_mem_h *out) {
+    if (memory->placement != ADT_PLACEMENT_HOST) return ADT_ERR_UNSUPPORTED;
     try {
         auto m = std::make_unique<Memory>();
         for (uint32_t i = 0; i < memory->geometry.num_tensors; ++i) {

@@ -577,6 +577,7 @@ void close_sim(adt_transport_h handle) {
 }
 
 adt_status_t reg_mem(adt_transport_h handle, const adt_memory_t *memory, adt_mem_h *out) {
+    if (memory->placement != ADT_PLACEMENT_HOST) return ADT_ERR_UNSUPPORTED;
     try {
         auto made = std::make_unique<Memory>();
         made->cache = memory->cache_id;

@@ -859,7 +859,8 @@ void close_tcp(adt_transport_h handle) {
 
 // The engine serves peers' requests from its own table, so there is nothing to register, and a key says only that tcp
 // reaches the cache.
-adt_status_t reg_mem(adt_transport_h, const adt_memory_t *, adt_mem_h *out) {
+adt_status_t reg_mem(adt_transport_h, const adt_memory_t *memory, adt_mem_h *out) {
+    if (memory->placement != ADT_PLACEMENT_HOST) return ADT_ERR_UNSUPPORTED;
     *out = nullptr;
     return ADT_OK;
 }

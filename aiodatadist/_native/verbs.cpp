@@ -91,6 +91,7 @@ class Verbs {
     }
 
     adt_status_t reg_mem(const adt_memory_t &memory, adt_mem_h *out) {
+        if (memory.placement != ADT_PLACEMENT_HOST) return fail(ADT_ERR_UNSUPPORTED, "verbs reaches host memory only");
         auto made = register_memory(device(split(memory.rdma->device).first), memory);
         const std::lock_guard<std::mutex> lock(mu_);
         memories_.insert(made.get());

@@ -80,6 +80,10 @@ typedef struct adt_endpoint *adt_endpoint_h;   /* one transport's side of one li
 typedef struct adt_mem *adt_mem_h;             /* one registered cache */
 typedef struct adt_remote *adt_remote_h;       /* one imported cache of a peer */
 
+/* Where memory lies. Device memory is an NPU's: neither the host nor the kernel on its behalf may touch its addresses.
+   Only transports with ADT_TRANSPORT_DEVICE reach it; the others refuse it with ADT_ERR_UNSUPPORTED. */
+enum { ADT_PLACEMENT_HOST = 0u, ADT_PLACEMENT_DEVICE = 1u };
+
 /* Geometry of a cache: num_tensors tensors, each num_blocks blocks of block_bytes, block_stride apart. */
 typedef struct adt_geometry {
     uint32_t num_tensors;
@@ -105,7 +109,7 @@ typedef struct adt_memory {
     adt_geometry_t geometry;
     void *const *tensors; /* [num_tensors] base addresses, owned by the caller until dereg_mem */
     uint32_t access;      /* ADT_REMOTE_* */
-    uint32_t reserved;
+    uint32_t placement;   /* ADT_PLACEMENT_* */
     uint64_t region_id; /* memfd region that holds every tensor, or 0 */
     const void *region_base;
     uint64_t region_bytes;
@@ -232,7 +236,8 @@ enum {
     ADT_TRANSPORT_SHARED_QUEUE = 1u, /* all endpoints share one queue: the engine bounds and rotates across them */
     ADT_TRANSPORT_PEER_TOUCHES = 2u, /* peers touch this side's memory themselves: quiet needs their word */
     ADT_TRANSPORT_PINS = 4u,         /* registering pins memory: only for nodes that use this transport */
-    ADT_TRANSPORT_SETTLES = 8u       /* an endpoint is of use when host->endpoint_settled said so */
+    ADT_TRANSPORT_SETTLES = 8u,      /* an endpoint is of use when host->endpoint_settled said so */
+    ADT_TRANSPORT_DEVICE = 16u       /* reaches device memory */
 };
 
 typedef struct adt_transport_ops {

@@ -198,6 +198,9 @@ class Link {
                 memory.region_base = side.memory.region->base();
                 memory.region_bytes = side.memory.region->bytes();
             }
+            memory.placement = ADT_PLACEMENT_DEVICE;
+            check(ops.reg_mem(host.transport(), &memory, &side.mem) == ADT_ERR_UNSUPPORTED, "reg_mem of a device");
+            memory.placement = ADT_PLACEMENT_HOST;
             check(ops.reg_mem(host.transport(), &memory, &side.mem) == ADT_OK, "reg_mem");
             adt_connect_params_t params{};
             params.struct_size = sizeof(params);
