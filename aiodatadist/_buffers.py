@@ -2,7 +2,8 @@
 
 `collect` turns what a caller registers into one `BufferView` per tensor and the `Geometry` they share.
 Nothing is copied: a view names the caller's memory, and its `owner` keeps that memory alive. torch is never
-imported here; whoever holds a torch tensor has imported it already.
+imported here; whoever holds a torch tensor has imported it already. An NPU's memory is named as well, and never
+touched: its addresses mean nothing to the processor.
 
 Dimension 0 of a tensor counts blocks and may have any stride of at least a block, so ``kv[:, 0]`` of an
 array ``[blocks, 2, ...]`` is fine. Within a block the memory must be contiguous in C order.
@@ -19,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from . import _core
-from .errors import ArgumentError, ArgumentTypeError, CacheMismatch, RegistrationError, TransportUnavailable
+from .errors import ArgumentError, ArgumentTypeError, CacheMismatch, RegistrationError
 from .types import (
     DTYPE_SIZES,
     U32_MAX,
@@ -55,6 +56,8 @@ _DLPACK_DEVICE: Final = {
     14: "oneapi",
 }
 
+_WHERE: Final = {Placement.HOST: "host", Placement.DEVICE: "NPU"}
+
 # Dtypes that may carry the bits of another dtype of the same size.
 _CARRIERS: Final = frozenset(name for name in DTYPE_SIZES if name.startswith(("int", "uint")))
 
@@ -84,6 +87,8 @@ class BufferView:
     owner : object
         Keeps the memory alive, and a buffer exported, for as long as this view lives. None for raw addresses,
         whose memory the caller keeps.
+    device : int or None
+        Which NPU has it, as torch_npu counts them; None for host memory, and where nobody knows.
     """
 
     address: int
@@ -95,6 +100,7 @@ class BufferView:
     readonly: bool
     placement: Placement
     owner: object = field(repr=False, compare=False)
+    device: int | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -126,6 +132,8 @@ class _Memory:
     itemsize: int
     readonly: bool
     owner: object
+    placement: Placement = Placement.HOST
+    device: int | None = None
 
 
 class _ArrayInterface:
@@ -149,16 +157,10 @@ def _is_torch_tensor(x: object) -> bool:
 
 def _from_torch(tensor: Any, name: str) -> _Memory:
     device = tensor.device
-    if device.type == "npu":
-        raise TransportUnavailable(
-            f"{name} is on device {device}, whose memory only the transport hixl reaches",
-            transport="hixl",
-            reason="device memory needs the transport hixl, and it is not open",
-            hint='put "hixl" into Config.transports (see `aiodatadist doctor`), or register a cpu tensor',
-        )
-    if device.type != "cpu":
+    on_npu = device.type == "npu"
+    if device.type != "cpu" and not on_npu:
         why = "which has no memory" if device.type == "meta" else "whose memory no transport reaches"
-        raise ArgumentError(f"{name} is on device {device}, {why}", hint="register a cpu tensor")
+        raise ArgumentError(f"{name} is on device {device}, {why}", hint="register a cpu or npu tensor")
     if str(tensor.layout) != "torch.strided":
         raise ArgumentError(f"{name} has the layout {tensor.layout}", hint="register a dense tensor")
     if tensor.is_neg() or tensor.is_conj():
@@ -189,6 +191,8 @@ def _from_torch(tensor: Any, name: str) -> _Memory:
         itemsize=itemsize,
         readonly=False,
         owner=held,
+        placement=Placement.DEVICE if on_npu else Placement.HOST,
+        device=None if not on_npu or device.index is None else int(device.index),
     )
 
 
@@ -298,13 +302,6 @@ def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 def _view_of_address(x: object, name: str, desc: CacheDesc | None) -> BufferView:
     if desc is None:
         raise ArgumentError(f"{name} is a raw address without a description", hint="give desc=CacheDesc(...)")
-    if desc.placement is not Placement.HOST:
-        raise TransportUnavailable(
-            f"{name} is an address in device memory, which only the transport hixl reaches",
-            transport="hixl",
-            reason="device memory needs the transport hixl, and it is not open",
-            hint='put "hixl" into Config.transports, or describe host memory',
-        )
     address = as_integer(x, name, low=1)  # type: ignore[arg-type]  # _is_address() said so
     if address + desc.tensor_bytes > U64_MAX + 1:
         raise ArgumentError(
@@ -320,20 +317,21 @@ def _view_of_address(x: object, name: str, desc: CacheDesc | None) -> BufferView
         dtype=desc.dtype,
         itemsize=desc.itemsize,
         readonly=False,
-        placement=Placement.HOST,
+        placement=desc.placement,
+        device=None,
         owner=None,
     )
 
 
 def _described(memory: _Memory, name: str, desc: CacheDesc) -> tuple[tuple[int, ...], tuple[int, ...], str, int]:
     """Reconcile memory with its description; return shape, strides, dtype and itemsize."""
-    if desc.placement is not Placement.HOST:
+    if desc.placement is not memory.placement:
         raise CacheMismatch(
-            f"{name} is host memory, and its CacheDesc says {desc.placement.name}",
+            f"{name} is {_WHERE[memory.placement]} memory, and its CacheDesc says {desc.placement.name}",
             field="placement",
             local=desc.placement,
-            remote=Placement.HOST,
-            hint="give placement=Placement.HOST",
+            remote=memory.placement,
+            hint=f"give placement=Placement.{memory.placement.name}",
         )
     if memory.dtype is None or memory.dtype in _CARRIERS:
         flat_bytes = memory.itemsize == 1 and len(memory.shape) == 1 and memory.strides[0] == 1
@@ -378,9 +376,9 @@ def view_of(x: object, name: str = "tensor", *, desc: CacheDesc | None = None) -
     Parameters
     ----------
     x : object
-        A numpy array, a torch CPU tensor (``requires_grad`` is fine: its memory is used), an object with the
-        array interface, the buffer protocol or DLPack, or an address in this process. (numpy before 2.2.5
-        takes DLPack memory for read-only.)
+        A numpy array, a torch CPU or NPU tensor (``requires_grad`` is fine: its memory is used), an object with the
+        array interface, the buffer protocol or DLPack, or an address in this process, or of an NPU where `desc` says
+        so. (numpy before 2.2.5 takes DLPack memory for read-only.)
     name : str
         What to call it in errors.
     desc : CacheDesc, optional
@@ -397,11 +395,9 @@ def view_of(x: object, name: str = "tensor", *, desc: CacheDesc | None = None) -
     ArgumentTypeError
         `x` shows no memory.
     ArgumentError
-        `x` is empty, on a device, of an unknown dtype, or its layout cannot be used; or a bad address.
+        `x` is empty, on a device that is no NPU, of an unknown dtype, or its layout cannot be used; or a bad address.
     CacheMismatch
         `x` and `desc` differ.
-    TransportUnavailable
-        The memory is an NPU's, which needs the transport hixl.
     """
     if _is_address(x):
         return _view_of_address(x, name, desc)
@@ -445,7 +441,8 @@ def view_of(x: object, name: str = "tensor", *, desc: CacheDesc | None = None) -
         dtype=dtype,
         itemsize=itemsize,
         readonly=memory.readonly,
-        placement=Placement.HOST,
+        placement=memory.placement,
+        device=memory.device,
         owner=memory.owner,
     )
 
@@ -552,6 +549,13 @@ def collect(tensors: object, desc: CacheDesc | None = None) -> tuple[list[Buffer
     views = [view_of(x, f"tensors[{i}]", desc=desc) for i, x in enumerate(items)]
     first = views[0]
     for i, view in enumerate(views):
+        # Nobody knows of a raw address which NPU has it.
+        numbers = {view.device, first.device} - {None}
+        if view.placement is not first.placement or len(numbers) > 1:
+            raise ArgumentError(
+                f"tensors[{i}] is in {_whose(view)}, and tensors[0] in {_whose(first)}",
+                hint="register one cache for each kind of memory and each NPU",
+            )
         for name in ("dtype", "shape", "strides"):
             expected, found = getattr(first, name), getattr(view, name)
             if found != expected:
@@ -567,13 +571,21 @@ def collect(tensors: object, desc: CacheDesc | None = None) -> tuple[list[Buffer
     return views, geometry
 
 
+def _whose(view: BufferView) -> str:
+    if view.placement is Placement.HOST:
+        return "host memory"
+    return "memory of an NPU" if view.device is None else f"memory of NPU {view.device}"
+
+
 def check_mapped(views: Sequence[BufferView], *, writable: bool) -> bool:
     """Refuse raw addresses that are not mapped, instead of dying of them in a copy thread; True if one is read-only.
 
     The kernel's list of mappings covers every page and its permissions; reading the first and the last byte by
-    process_vm on oneself finds file mappings cut short. Neither touches the memory in a way that could crash.
+    process_vm on oneself finds file mappings cut short. Neither touches the memory in a way that could crash. Addresses
+    of an NPU mean nothing to the kernel: HIXL checks them.
     """
-    raw = [(index, view) for index, view in enumerate(views) if view.owner is None]
+    host = Placement.HOST
+    raw = [(index, view) for index, view in enumerate(views) if view.owner is None and view.placement is host]
     if not raw:
         return False
     readable, writeable = _mappings()

@@ -12,9 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, TypeAlias
 import numpy as np
 
 from . import _core
-from .errors import ArgumentError, ArgumentTypeError, BlockIndexError, CacheAccessError, CacheMismatch, CacheNotFound
+from .errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BlockIndexError,
+    CacheAccessError,
+    CacheMismatch,
+    CacheNotFound,
+    TransportUnavailable,
+)
 from .keys import CacheKey, Key
-from .types import Geometry, as_integer, shown
+from .types import Geometry, Placement, as_integer, shown
 
 if TYPE_CHECKING:
     from .control.table import RemoteEntry
@@ -101,8 +109,18 @@ def check_access(opcode: int, entry: RemoteEntry | None, cache: Cache) -> None:
         )
 
 
-def check_reachable(entry: RemoteEntry) -> None:
-    """Refuse a cache that no transport of the link reaches."""
+def check_reachable(entry: RemoteEntry, cache: Cache) -> None:
+    """Refuse a peer's cache that no transport of the link brings together with the local one."""
+    if cache.placement is not Placement.HOST and entry.native_for(cache.placement) is None and entry.native is not None:
+        why = entry.link.path.reasons.get("hixl", "the peer's cache has no key for it")
+        raise TransportUnavailable(
+            f"cache {cache.id} is memory of an NPU, which only hixl reaches, and the peer's cache {entry.cache_id} is "
+            f"reached over {entry.native.path}: {why}",
+            peer=entry.link.cluster_id,
+            transport="hixl",
+            reason=why,
+            hint="link.path says what the link can move; see `aiodatadist doctor ascend` on both sides",
+        )
     if entry.native is None:
         raise (
             entry.error
@@ -129,7 +147,7 @@ def resolve(named: Named, cache: Cache, entry: RemoteEntry, slot: int | None) ->
     ArgumentError, ArgumentTypeError, BlockIndexError, CacheMismatch, CacheAccessError, CacheNotFound
         What does not fit.
     """
-    check_reachable(entry)
+    check_reachable(entry, cache)
     check_access(named.opcode, entry, cache)
     peer = entry.link.cluster_id
     here, there = cache.geometry, entry.geometry

@@ -616,9 +616,10 @@ class CacheManager(CacheRegistry):
         pair = entry.pairs.get(cache.id)
         if pair is None:
             assert cache._native is not None
-            assert entry.native is not None
+            native = entry.native_for(cache.placement)
+            assert native is not None
             # The pins: a transfer that holds the pair holds the tensors of its own side.
-            pair = _core.Pair(cache._native, entry.native, (entry, cache))
+            pair = _core.Pair(cache._native, native, (entry, cache))
             here, there = cache.geometry, entry.geometry
             if here.dtype == there.dtype and here.block_shape == there.block_shape:
                 entry.pairs[cache.id] = pair

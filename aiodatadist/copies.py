@@ -15,10 +15,18 @@ import numpy as np
 
 from . import _core
 from ._buffers import share_memory
-from .errors import ArgumentError, ArgumentTypeError, BlockIndexError, CacheAccessError, ClosedError, TransferTimeout
+from .errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BlockIndexError,
+    CacheAccessError,
+    ClosedError,
+    TransferTimeout,
+    TransportUnavailable,
+)
 from .observe import Counters
 from .transfer import Transfer
-from .types import as_integer
+from .types import Placement, as_integer
 
 if TYPE_CHECKING:
     from .cache import CacheManager
@@ -98,6 +106,13 @@ class Copies:
             manager._check_own(cache)
             if cache.closed:
                 raise ClosedError(f"cache {cache.id} is unregistered")
+            if cache.placement is not Placement.HOST:
+                raise TransportUnavailable(
+                    f"cache {cache.id} is memory of an NPU, and the processor copies host memory only",
+                    transport="shm",
+                    reason="the processor does not reach the memory of an NPU",
+                    hint="copy with torch: dst[i].copy_(src[j])",
+                )
         if dst.read_only:
             raise CacheAccessError(
                 f"cache {dst.id} is read-only memory and cannot be copied into",

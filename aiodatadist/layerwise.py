@@ -742,7 +742,7 @@ class Starter:
         entries: dict[int, RemoteEntry] = {entry.cache_id: entry for entry, _, _ in places}
         works = []
         for entry in entries.values():
-            check_reachable(entry)
+            check_reachable(entry, cache)
             check_access(_core.WRITE, entry, cache)
             there = entry.geometry
             bases = [offset for other, _, offset in places if other is entry]

@@ -30,12 +30,13 @@ from .errors import (
     MemoryStillExposed,
     ProtocolError,
     RegistrationError,
+    TransportUnavailable,
 )
 from .keys import NO_ID, BlocksCacheKey, CacheKey
 from .observe import get_logger
 from .pool import MemoryPool
 from .transfer import Operation, Transfer
-from .types import CacheDesc, Geometry, shown
+from .types import CacheDesc, Geometry, Placement, shown
 
 if TYPE_CHECKING:
     from ._starting import Late
@@ -85,6 +86,8 @@ class Cache:
         unregistering has ended.
     read_only : bool
         The memory cannot be written, so nothing can be pulled into it.
+    placement : Placement
+        Where the memory lies. That of an NPU travels over hixl alone, and is not copied within this DataDist.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class Cache:
         self.remote = remote
         self.tensors = tensors
         self.read_only = any(view.readonly for view in views)
+        self.placement = views[0].placement
         # Weak: transfers hold caches, and must not keep a DataDist from being dropped.
         self._manager = manager._weak
         self._views = views
@@ -121,7 +125,8 @@ class Cache:
     def __repr__(self) -> str:
         g = self.geometry
         state = "released" if self._released and self._state in ("registering", "ready") else self._state
-        return f"<Cache {self.id}: {state}, {g.num_tensors} x {g.shape} {g.dtype}>"
+        where = " on an NPU" if self.placement is Placement.DEVICE else ""
+        return f"<Cache {self.id}: {state}, {g.num_tensors} x {g.shape} {g.dtype}{where}>"
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -227,8 +232,10 @@ class CacheRegistry:
         ----------
         x : sequence
             Tensors of one shape, dtype and stride: numpy arrays, torch CPU tensors, objects with the array interface,
-            the buffer protocol or DLPack, or raw addresses (int) with `desc`; kinds may be mixed. Dimension 0 may have
-            gaps; within a block memory is C-contiguous. Tensors of one cache do not overlap. Nothing is copied.
+            the buffer protocol or DLPack, or raw addresses (int) with `desc`; kinds may be mixed. Or all of them on the
+            NPU `Config.device_id`: torch_npu tensors, or addresses with a `desc` that says ``Placement.DEVICE``, which
+            need the transport hixl. Dimension 0 may have gaps; within a block memory is C-contiguous. Tensors of one
+            cache do not overlap. Nothing is copied.
         desc : CacheDesc, optional
             Required for raw addresses; gives shape and dtype to flat bytes, and the dtype to integer arrays that carry
             the bits of another one (bfloat16). Otherwise it must agree with the tensors.
@@ -255,7 +262,7 @@ class CacheRegistry:
         RegistrationError
             A raw address is not mapped, or not with the permissions needed.
         TransportUnavailable
-            The memory is a device's, which no transport of this version reaches.
+            The memory is an NPU's, and the transport hixl is not in `Config.transports`, or cannot be used.
         """
         return self._register(x, desc, key, (), remote)
 
@@ -270,6 +277,7 @@ class CacheRegistry:
         self._dd._check_usable()
         self._check_remote(key, remote)
         views, geometry = collect(x, desc)
+        self._check_place(views[0])
         slots = self._check_slot_keys(keys, geometry.num_blocks, remote)
         if remote == "rw":
             for index, view in enumerate(views):
@@ -282,6 +290,26 @@ class CacheRegistry:
         cache = self._add(views, geometry, key, slots, remote, tuple(x), None)
         cache.read_only |= read_only
         return cache
+
+    def _check_place(self, view: BufferView) -> None:
+        """Refuse memory of an NPU that HIXL does not reach from here."""
+        if view.placement is Placement.HOST:
+            return
+        own = self._dd._center.own
+        if "hixl" not in own.usable:
+            why = own.unusable.get("hixl", "Config.transports does not have it")
+            raise TransportUnavailable(
+                f"the tensors are memory of an NPU, which only the transport hixl reaches: {why}",
+                transport="hixl",
+                reason=why,
+                hint='put "hixl" into Config.transports, and see `aiodatadist doctor ascend`',
+            )
+        number = own.config.device_id or 0
+        if view.device not in (None, number):
+            raise ArgumentError(
+                f"the tensors are on NPU {view.device}, and this DataDist uses NPU {number}",
+                hint=f"give Config(device_id={view.device}), or open another DataDist for it",
+            )
 
     def allocate_cache(
         self,
@@ -364,6 +392,11 @@ class CacheRegistry:
             raise ArgumentTypeError(f"desc must be a CacheDesc, got {type(desc).__name__}")
         if desc.stride not in (None, desc.block_bytes):
             raise ArgumentError(f"stride={desc.stride} leaves gaps in a cache to allocate", hint="omit stride")
+        if desc.placement is not Placement.HOST:
+            raise ArgumentError(
+                "placement=Placement.DEVICE, and library memory is the host's",
+                hint="allocate tensors with torch_npu, and register those",
+            )
         if pool is not None and not isinstance(pool, MemoryPool):
             raise ArgumentTypeError(f"pool must be a MemoryPool, got {type(pool).__name__}")
         slots = self._check_slot_keys(keys, desc.num_blocks, remote)
@@ -512,6 +545,7 @@ class CacheRegistry:
             cache.remote == "rw",
             cache._region,
             (cache.tensors, cache._views),
+            device=cache.placement is Placement.DEVICE,
         )
 
     def _registered(self, cache: Cache, done: asyncio.Future[_core.LocalCache]) -> None:

@@ -10,6 +10,7 @@ import mmap
 import subprocess
 import sys
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiodatadist._buffers import BufferView, collect, view_of
+from aiodatadist._buffers import BufferView, check_mapped, collect, view_of
 from aiodatadist.errors import (
     ArgumentError,
     ArgumentTypeError,
     CacheMismatch,
     DataDistError,
-    TransportUnavailable,
+    RegistrationError,
 )
 from aiodatadist.types import DTYPE_SIZES, CacheDesc, Geometry, Placement
 
@@ -504,12 +505,9 @@ def test_the_last_address() -> None:
     assert view_of(2**64 - 48, desc=CacheDesc(1, (4, 3), "float32")).nbytes == 48
 
 
-def test_addresses_need_a_description_of_host_memory() -> None:
+def test_addresses_need_a_description() -> None:
     with pytest.raises(ArgumentError, match="description"):
         collect([4096])
-    with pytest.raises(TransportUnavailable, match="hixl") as caught:
-        collect([4096], CacheDesc(1, (4,), "int8", placement=Placement.DEVICE))
-    assert caught.value.transport == "hixl"
 
 
 def test_addresses_that_overlap() -> None:
@@ -531,17 +529,81 @@ assert "torch" not in sys.modules and "ml_dtypes" not in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_tensor_on_an_npu() -> None:
-    # As torch_npu's: a torch.Tensor whose device says npu.
-    tensor_type = type(
-        "Tensor",
-        (),
-        {"__module__": "torch", "device": type("D", (), {"type": "npu", "__str__": lambda _: "npu:0"})()},
-    )
-    with pytest.raises(TransportUnavailable, match="npu:0") as caught:
-        collect([tensor_type()])
-    assert caught.value.transport == "hixl"
-    assert "hixl" in caught.value.reason
+class Npu:
+    """What a torch tensor says of itself, of an NPU's memory at an address that nothing may touch."""
+
+    __module__ = "torch"
+    layout = "torch.strided"
+
+    def __init__(self, address: int = 1 << 50, shape: tuple[int, ...] = (4, 3), number: int | None = 0) -> None:
+        self.address, self.shape = address, shape
+        self.device = SimpleNamespace(type="npu", index=number)
+        self.dtype = "torch.float16"
+
+    def is_neg(self) -> bool:
+        return False
+
+    is_conj = is_neg
+
+    def element_size(self) -> int:
+        return 2
+
+    def stride(self) -> tuple[int, ...]:
+        return (self.shape[1], 1)
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def detach(self) -> Npu:
+        return self
+
+    def __getattr__(self, name: str) -> object:
+        raise AssertionError(f"{name} of memory of an NPU")
+
+
+Npu.__name__ = "Tensor"
+ON_NPU = CacheDesc(1, (4, 3), "float16", placement=Placement.DEVICE)
+
+
+def test_tensors_on_an_npu() -> None:
+    views, geometry = collect([Npu(), Npu(2 << 50)])
+    assert geometry == Geometry.of("float16", (4, 3), 2)
+    assert [(view.address, view.placement, view.device) for view in views] == [
+        (1 << 50, Placement.DEVICE, 0),
+        (2 << 50, Placement.DEVICE, 0),
+    ]
+    # No list of the kernel's has them, and nobody asks it.
+    assert not check_mapped(views, writable=True)
+    (view,), _ = collect([Npu(number=3)], ON_NPU)
+    assert view.device == 3
+    with pytest.raises(CacheMismatch, match=r"tensors\[0\] is NPU memory, and its CacheDesc says HOST") as caught:
+        collect([Npu()], CacheDesc(1, (4, 3), "float16"))
+    assert (caught.value.field, caught.value.hint) == ("placement", "give placement=Placement.DEVICE")
+    with pytest.raises(CacheMismatch, match="dtype"):
+        collect([Npu()], CacheDesc(1, (4, 3), "float32", placement=Placement.DEVICE))
+
+
+def test_addresses_of_an_npu() -> None:
+    (view,), _ = collect([1 << 50], ON_NPU)
+    assert (view.placement, view.device, view.owner) == (Placement.DEVICE, None, None)
+    assert not check_mapped([view], writable=True)
+    (host,), _ = collect([1 << 50], CacheDesc(1, (4, 3), "float16"))
+    with pytest.raises(RegistrationError, match="not mapped"):
+        check_mapped([host], writable=True)
+    with pytest.raises(CacheMismatch, match="is host memory, and its CacheDesc says DEVICE"):
+        collect([np.zeros((4, 3), np.float16)], ON_NPU)
+
+
+def test_one_cache_is_in_one_place() -> None:
+    two = CacheDesc(2, (4, 3), "float16", placement=Placement.DEVICE)
+    with pytest.raises(ArgumentError, match=r"tensors\[1\] is in host memory, and tensors\[0\] in memory of NPU 0"):
+        collect([Npu(), np.zeros((4, 3), np.float16)])
+    with pytest.raises(ArgumentError, match=r"tensors\[1\] is in memory of NPU 1, and tensors\[0\] in memory of NPU 0"):
+        collect([Npu(), Npu(2 << 50, number=1)])
+    # Nobody knows where an address is.
+    assert len(collect([Npu(), 2 << 50], two)[0]) == 2
+    with pytest.raises(ArgumentError, match="overlap"):
+        collect([Npu(), Npu((1 << 50) + 2)])
 
 
 @pytest.mark.torch

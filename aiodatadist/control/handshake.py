@@ -44,6 +44,7 @@ from . import wire
 from .clusterproof import KeyProof, SessionKey
 from .filelimit import OUT_OF_FILES, file_limit_error
 from .hostproof import ELSEWHERE, HostDoor, HostPeer, HostRefused, allow_ptracer, prove_same_host
+from .table import DEVICE_TRANSPORTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -438,6 +439,9 @@ class Session:
             else:
                 reasons["process_vm"] = self.host.process_vm_reason
                 memory["ordinary"] = self.transports[1] if len(self.transports) > 1 else "none"
+        reaching = [name for name in own.config.transports if name in DEVICE_TRANSPORTS]
+        if reaching:
+            memory["device"] = next((name for name in reaching if name in self.transports), "none")
         return LinkPath(self.transports[0], memory, reasons)
 
     def slow_path(self) -> str:

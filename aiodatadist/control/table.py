@@ -16,7 +16,8 @@ import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError, DataDistError, InternalError, ProtocolError
 from ..keys import NO_ID, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, Key
-from ..types import Geometry
+from ..observe import get_logger
+from ..types import Geometry, Placement
 from . import wire
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .links import Link
 
 __all__ = [
+    "DEVICE_TRANSPORTS",
     "Delta",
     "LocalRecord",
     "LocalTable",
@@ -41,6 +43,11 @@ MAX_REMOTE_CACHES: Final = 65536
 
 MAX_REMOTE_ADDRESSES: Final = 2**20
 """Addresses of tensors that are kept of one peer; caches beyond that are known by their keys alone."""
+
+DEVICE_TRANSPORTS: Final = ("hixl",)
+"""Transports that reach the memory of an NPU."""
+
+_log = get_logger()
 
 Addresses: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 _NO_ADDRESSES: Final = np.empty(0, np.uint64)
@@ -295,7 +302,9 @@ class RemoteEntry:
     access : str
         What this side may do, ``"r"`` or ``"rw"``.
     native : _core.RemoteCache or None
-        None where no transport of the link reaches the memory; `error` says why.
+        None where no transport of the link reaches the memory; `error` says why. For host memory of this side.
+    native_device : _core.RemoteCache or None
+        The same for an NPU's memory of this side, which fewer transports bring together with the peer's.
     error : DataDistError or None
     pairs : dict
         By local cache id; kept by the cache manager, emptied when the entry ends.
@@ -318,6 +327,7 @@ class RemoteEntry:
         "key",
         "link",
         "native",
+        "native_device",
         "pairs",
         "slots",
     )
@@ -331,6 +341,7 @@ class RemoteEntry:
         self.geometry = geometry
         self.access = access
         self.native: _core.RemoteCache | None = None
+        self.native_device: _core.RemoteCache | None = None
         self.error: DataDistError | None = None
         self.pairs: dict[int, Any] = {}
         self.slots: dict[int, CacheKey] = {}
@@ -341,10 +352,15 @@ class RemoteEntry:
         reached = self.native.path if self.native is not None else f"unreachable: {self.error}"
         return f"<RemoteEntry cache {self.cache_id} key={self.key} access={self.access} {reached}>"
 
+    def native_for(self, placement: Placement) -> _core.RemoteCache | None:
+        """Return what reaches the peer's cache from local memory of a kind."""
+        return self.native if placement is Placement.HOST else self.native_device
+
     def _end(self) -> None:
         self.pairs.clear()
-        if self.native is not None:
-            self.native.release()
+        for native in (self.native, self.native_device):
+            if native is not None:
+                native.release()
 
 
 def _wake(waiting: Sequence[asyncio.Future[None]]) -> None:
@@ -458,6 +474,7 @@ class RemoteTable:
         except DataDistError as why:
             # One cache out of reach is no reason to lose the others: whoever uses it gets the error.
             entry.error = why
+        entry.native_device = self._import_for_device(entry, shape, keys)
         self._entries[cache_id] = entry
         self._addresses += len(entry.addresses)
         self._places = None
@@ -471,6 +488,26 @@ class RemoteTable:
                 if name is not None:
                     _wake(self._wanted.get(name, ()))
         return entry
+
+    def _import_for_device(
+        self, entry: RemoteEntry, shape: tuple[int, int, int, int], keys: ImportKeys
+    ) -> _core.RemoteCache | None:
+        """Reach a peer's cache for memory of an NPU here; None where that cannot be."""
+        reaching = [key for key in keys if key[0] in DEVICE_TRANSPORTS]
+        if not reaching or entry.native is None:
+            return None
+        if entry.native.transport in DEVICE_TRANSPORTS:
+            return entry.native
+        try:
+            return self._import(entry.cache_id, shape, reaching)
+        except DataDistError as why:
+            _log.warning(
+                "a cache of the peer cannot be reached from an NPU's memory",
+                cluster_id=self._cluster_id,
+                cache_id=entry.cache_id,
+                error=str(why),
+            )
+            return None
 
     def find_address(self, address: int) -> tuple[RemoteEntry, int, int] | None:
         """Find the writable cache, the tensor and the byte offset in it that an address of the owner's process names.

@@ -1,0 +1,40 @@
+"""Memory of an NPU: what refuses it where HIXL does not reach it. Nothing here has an NPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import aiodatadist as adt
+
+from .pairs import OWNER
+from .test_buffers import ON_NPU, Npu
+
+
+@pytest.mark.parametrize("transports", [("shm", "tcp"), ("tcp",), ("hixl", "tcp")])
+async def test_without_hixl_it_is_refused_at_the_call(transports: tuple[str, ...]) -> None:
+    async with adt.DataDist(OWNER, config=adt.Config(transports=transports)) as dd:
+        if "hixl" in dd._center.own.usable:
+            pytest.skip("HIXL can be used here")
+        for x, desc in (([Npu()], None), ([1 << 50], ON_NPU)):
+            with pytest.raises(adt.TransportUnavailable, match="memory of an NPU") as caught:
+                dd.cache_manager.register_blocks_cache(x, desc=desc)
+            assert caught.value.transport == "hixl"
+            said = dd._center.own.unusable.get("hixl", "Config.transports does not have it")
+            assert caught.value.reason == said
+            assert "doctor ascend" in str(caught.value)
+        assert dd.cache_manager.caches == {}
+
+
+async def test_library_memory_is_the_hosts() -> None:
+    async with adt.DataDist(OWNER) as dd:
+        for allocate in (dd.cache_manager.allocate_blocks_cache, dd.cache_manager.allocate_cache):
+            with pytest.raises(adt.ArgumentError, match="library memory is the host's"):
+                allocate(ON_NPU)
+
+
+async def test_a_cache_says_where_it_is() -> None:
+    async with adt.DataDist(OWNER) as dd:
+        cache = dd.cache_manager.register_blocks_cache([np.zeros((4, 3), np.float16)])
+        assert cache.placement is adt.Placement.HOST
+        assert "NPU" not in repr(cache)
