@@ -19,6 +19,7 @@ import functools
 import inspect
 import math
 import reprlib
+import sys
 import threading
 import time
 import weakref
@@ -141,7 +142,8 @@ class DeviceEvent(Protocol):
     """An event of a device's stream, such as ``torch.cuda.Event`` and ``torch.npu.Event``.
 
     Record it in its stream behind the layer's kernels before the transfer is started: an event that was never recorded
-    counts as done. `query` is called again and again in a thread of the library and must not block.
+    counts as done. `query` is called again and again in a thread of the library and must not block. For an event of
+    torch_npu that thread takes the event's NPU as its own, or that of the thread that started the transfer.
     """
 
     def query(self) -> bool:
@@ -494,10 +496,31 @@ async def _await_event(feed: _Feed, layer: int, event: asyncio.Event) -> None:
 def _question(event: Any) -> Callable[[], object] | None:
     """Return what to ask an event, of a device or of threads, that cannot call back."""
     if callable(getattr(event, "query", None)) and callable(getattr(event, "synchronize", None)):
-        return event.query  # type: ignore[no-any-return]
+        return _npu_question(event) or event.query
     if isinstance(event, threading.Event):
         return event.is_set
     return None
+
+
+_npu_of_thread = threading.local()
+
+
+def _npu_question(event: Any) -> Callable[[], object] | None:
+    """Return what to ask an event of torch_npu; None for others. ACL answers only threads that have set an NPU."""
+    if not any(base.__module__.partition(".")[0] == "torch_npu" for base in type(event).__mro__):
+        return None
+    npu = sys.modules["torch"].npu
+    number = getattr(getattr(event, "device", None), "index", None)
+    if number is None:
+        number = npu.current_device()
+
+    def question() -> object:
+        if getattr(_npu_of_thread, "number", None) != number:
+            npu.set_device(number)
+            _npu_of_thread.number = number
+        return event.query()
+
+    return question
 
 
 class _Watch:

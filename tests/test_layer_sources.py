@@ -13,6 +13,7 @@ import time
 import warnings
 import weakref
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -202,6 +203,46 @@ async def test_who_gives_up_at_the_deadline_has_missed_it(
         assert len(calls) <= 1  # nobody is asked after it
         assert layers_there(here, there) == []
         await until(lambda: not watching())
+
+
+class NpuEvent(Device):
+    """An event of torch_npu: ACL answers a thread only after that has set an NPU."""
+
+    __module__ = "torch_npu.npu.streams"
+    current = threading.local()
+
+    def __init__(self, number: int | None) -> None:
+        super().__init__()
+        self.device = None if number is None else SimpleNamespace(index=number)
+        self.asked_on: set[int] = set()
+
+    def query(self) -> Any:
+        self.asked_on.add(self.current.number)  # AttributeError: no NPU was set
+        return super().query()
+
+    @classmethod
+    def set_device(cls, number: int) -> None:
+        cls.current.number = number
+
+    @classmethod
+    def current_device(cls) -> int:
+        return int(getattr(cls.current, "number", 0))
+
+
+async def test_events_of_npus_are_asked_on_their_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(npu=NpuEvent))
+    async with caches() as (pair, here, there):
+        NpuEvent.set_device(5)
+        events = [NpuEvent(number) for number in (0, 1, None, 0)]
+        task = push(pair, here, events)
+        await until(lambda: all(event.asked > 2 for event in events))
+        for event in events:
+            event.passed = True
+        (result,) = await task
+        assert result.error is None
+        assert [event.asked_on for event in events] == [{0}, {1}, {5}, {0}]
+        assert NpuEvent.current_device() == 5  # nobody has changed that of this thread
+        assert layers_there(here, there) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
