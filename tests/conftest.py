@@ -21,6 +21,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
+    from pathlib import Path
 
 REQUIRABLE = ("torch", "npu", "uvloop", "verbs", "hixl", "redis", "unprivileged", "smollm2")
 # A test that swallowed the failure of the hang limit ends the whole run this many seconds later.
@@ -125,8 +126,12 @@ def _missing(name: str) -> str | None:
     """Say why a requirement is not met, or None."""
     if name == "npu":
         return _missing_module("torch_npu")
-    if name in ("verbs", "hixl"):
+    if name == "verbs":
         return _missing_transport(name)
+    if name == "hixl":
+        from . import hixl_standin
+
+        return hixl_standin.missing()
     if name == "redis":
         return _missing_module("redis") or (None if shutil.which("redis-server") else "no redis-server on PATH")
     if name == "unprivileged":
@@ -141,6 +146,22 @@ def _lack(name: str, reason: str) -> None:
     if name in _required:
         pytest.fail(f"requires {name}, which --require demands: {reason}", pytrace=False)
     pytest.skip(f"requires {name}: {reason}")
+
+
+@pytest.fixture
+def hixl_home(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Have the library find the stand-in for HIXL, built at the first call, where CANN would be."""
+    from . import hixl_standin
+
+    home = hixl_standin.build()
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(home))
+    return home
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("hixl"):
+            item.add_marker(pytest.mark.usefixtures("hixl_home"))
 
 
 @pytest.fixture
