@@ -1,6 +1,7 @@
 """Serve a language model by OpenAI's API, with prefill and decode in processes of their own.
 
   aiodatadist serve pd --prefill 2 --decode 2        all on this machine: router, prefill and decode workers
+  aiodatadist serve pd --prefill 2 --decode 2 --check    the same, to see that it does what it should, and to end
   aiodatadist serve router                           one process of it: what clients talk to
   aiodatadist serve prefill --router http://HOST:8000
   aiodatadist serve decode --router http://HOST:8000
@@ -40,6 +41,7 @@ SUMMARY: Final = "serve a model by OpenAI's API, with prefill and decode workers
 
 _PACKAGES: Final = ("aiohttp", "prometheus_client", "threadpoolctl")
 _MODES: Final = {"pull": ("pull",), "push": ("push",), "both": ("pull", "push")}
+_WAYS: Final = ("flip", "swap", "layer", "zero")
 _POLICY_HELP: Final = "how to choose %s workers: random, round_robin (the default), power_of_two, least_load or prefix"
 
 
@@ -53,6 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_mode(everything)
     _add_model(everything)
     _add_policies(everything)
+    everything.add_argument(
+        "--check",
+        action="store_true",
+        help="check the tokens of both modes, kill workers under load, print what was found, and end",
+    )
+    # For tests of the check.
+    everything.add_argument("--damage", choices=_WAYS, help=argparse.SUPPRESS)
     router = roles.add_parser("router", help="what clients talk to")
     _add_listening(router, 8000)
     _add_mode(router)
@@ -121,7 +130,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _add_proofs(parser: argparse.ArgumentParser) -> None:
     # For checks: have workers compare the KV that has arrived with what was sent, and damage it.
     parser.add_argument("--digests", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--damage", choices=("flip", "swap", "layer", "zero"), help=argparse.SUPPRESS)
+    parser.add_argument("--damage", choices=_WAYS, help=argparse.SUPPRESS)
 
 
 def _add_policies(parser: argparse.ArgumentParser) -> None:
@@ -254,15 +263,29 @@ async def _run_cluster(arguments: argparse.Namespace) -> None:
         for role in ("prefill", "decode", "mixed")
         for option in (f"--{role}-policy", getattr(arguments, f"{role}_policy"))
     ]
-    router_options = ["--port", str(arguments.port), "--mode", arguments.mode, *policies]
+    mode = "both" if arguments.check else arguments.mode
+    router_options = ["--port", str(arguments.port), "--mode", mode, *policies]
     router_options += ["--queue", str(arguments.queue), "--queue-wait", str(arguments.queue_wait)]
     if arguments.max_running is not None:
         router_options += ["--max-running", str(arguments.max_running)]
-    worker_options = ["--mode", arguments.mode, "--model", arguments.model, "--slots", str(arguments.slots)]
+    worker_options = ["--mode", mode, "--model", arguments.model, "--slots", str(arguments.slots)]
     worker_options += ["--dp", str(arguments.dp), "--transports", ",".join(arguments.transports)]
     if arguments.num_blocks is not None:
         worker_options += ["--num-blocks", str(arguments.num_blocks)]
     counts = {"prefill": arguments.prefill, "decode": arguments.decode}
+    if arguments.check:
+        from .serve_check import run_check
+
+        if arguments.damage is not None:
+            worker_options += ["--damage", arguments.damage]
+        await run_check(
+            counts,
+            arguments.model,
+            router_options=router_options,
+            worker_options=worker_options,
+            say=lambda line: print(line, flush=True),
+        )
+        return
     async with (
         _stopping(False) as stop,
         local_cluster(counts, router_options=router_options, worker_options=worker_options) as cluster,

@@ -15,7 +15,7 @@ from .flows import Flow, MixedFlow, Pair, PullFlow, PushFlow
 from .legs import Legs, Upstream
 from .metrics import RouterMetrics
 from .policies import Question, make_policy
-from .protocol import Generation
+from .protocol import DECODE_HEADER, MODE_HEADER, PREFILL_HEADER, Generation
 from .registry import Member, Registry, fits
 
 __all__ = ["Dispatcher"]
@@ -133,9 +133,15 @@ class Dispatcher:
             if chosen is None:
                 raise last or ServeError("no_workers", "no pair of prefill and decode workers, and no mixed worker")
             try:
-                if isinstance(chosen, Pair):
-                    return await self._flows[attempts.mode].open(attempts, chosen)
-                return await self._mixed.open(attempts, chosen)
+                if not isinstance(chosen, Pair):
+                    return await self._mixed.open(attempts, chosen)
+                upstream = await self._flows[attempts.mode].open(attempts, chosen)
+                upstream.route = {
+                    MODE_HEADER: attempts.mode,
+                    PREFILL_HEADER: chosen.prefill.url,
+                    DECODE_HEADER: upstream.member.url,
+                }
+                return upstream
             except ServeError as why:
                 last = why
                 if why.retry is Retry.NEVER or not attempts.may_retry(why):

@@ -23,6 +23,8 @@ T = TypeVar("T")
 class Upstream:
     """An answer that a worker has begun: `status`, `content_type`, and the body.
 
+    `route` has headers that tell the client how its request went: by which hand-over, and through whom.
+
     `close` must be called in the end; it ends the worker's work on it if the body was not read to its end.
     """
 
@@ -30,6 +32,7 @@ class Upstream:
         self.status = response.status
         self.content_type = response.headers.get("Content-Type", "application/json")
         self.member = lease.member
+        self.route: dict[str, str] = {}
         self._response = response
         self._first = first
         self._lease = lease

@@ -30,7 +30,10 @@ import numpy as np
 from .errors import ServeError
 
 __all__ = [
+    "DECODE_HEADER",
     "KEY_HEADER",
+    "MODE_HEADER",
+    "PREFILL_HEADER",
     "ROLES",
     "AbortJob",
     "DecodeJob",
@@ -54,6 +57,10 @@ __all__ = [
 ]
 
 KEY_HEADER: Final = "X-Aiodatadist-Key"
+# Of a router's answers: the hand-over, and the pair that served.
+MODE_HEADER: Final = "X-Router-Mode"
+PREFILL_HEADER: Final = "X-Router-Prefill-URL"
+DECODE_HEADER: Final = "X-Router-Decode-URL"
 ROLES: Final = ("prefill", "decode", "mixed")
 
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]

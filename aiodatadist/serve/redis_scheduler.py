@@ -62,6 +62,7 @@ class Scheduled:
     def __init__(self, scheduler: RedisScheduler, generation: Generation, idle: float) -> None:
         self.generation = generation
         self.content_type = "text/event-stream" if generation.stream else "application/json"
+        self.route: dict[str, str] = {}  # it is another router that knows
         self.submitted = False
         self.lost = False
         self._scheduler = scheduler

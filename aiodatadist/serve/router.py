@@ -159,7 +159,7 @@ class Router:
         """Pass an answer on; returns it, and what broke it after it had begun well."""
         upstream = await (self.dispatcher if self.scheduler is None else self.scheduler).open(generation)
         self.metrics.seconds["ttft"].observe(time.perf_counter() - began)
-        headers = {REQUEST_ID: generation.request_id, "Content-Type": upstream.content_type}
+        headers = {REQUEST_ID: generation.request_id, "Content-Type": upstream.content_type, **upstream.route}
         try:
             async with contextlib.aclosing(upstream.chunks()) as chunks:
                 if not generation.stream:
