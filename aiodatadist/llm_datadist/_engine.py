@@ -8,7 +8,7 @@ import math
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
@@ -36,12 +36,16 @@ from .. import (
     LinkTimeout,
     MemoryPool,
     NotLinkedError,
+    Placement,
     RegistrationError,
     Role,
     Transfer,
     TransferTask,
+    TransportUnavailable,
     UsageError,
+    _core,
 )
+from . import host_npu
 from ._counted import CountedLinks
 from ._portal import Portal
 from .communicators import Communicators
@@ -71,7 +75,7 @@ _FIRST_PAGE: Final = 65536
 def _warn_of_host_memory() -> None:
     """Say it once a process."""
     warnings.warn(
-        "Placement.DEVICE means host memory here: no transport of this version reaches an NPU's",
+        "Placement.DEVICE means host memory here: HIXL, which moves an NPU's, cannot be used",
         UserWarning,
         stacklevel=5,
     )
@@ -89,10 +93,10 @@ class Tensors(NamedTuple):
         nbytes = math.prod(self.shape[1:]) * ITEM_BYTES[self.data_type]
         return Tensors(self.num_tensors, (self.shape[0], nbytes), DataType.DT_UINT8)
 
-    def described(self) -> CacheDesc:
+    def described(self, placement: Placement = Placement.HOST) -> CacheDesc:
         """Return the description that aiodatadist takes."""
         pair = (2,) if self.data_type is DataType.DT_STRING else ()
-        return CacheDesc(self.num_tensors, (*self.shape, *pair), NATIVE_NAMES[self.data_type])
+        return CacheDesc(self.num_tensors, (*self.shape, *pair), NATIVE_NAMES[self.data_type], placement=placement)
 
 
 class Peer(NamedTuple):
@@ -147,11 +151,14 @@ class Engine:
         self._layerwise: set[asyncio.Task[None]] = set()  # likewise
         self._pools: dict[bool, MemoryPool] = {}  # by whether it is the device's
         self._config: Config
+        self._host_config: Config  # without hixl
         self._dd: DataDist
         self._communicators: Communicators
         self._aside: DataDist | None = None
         self._opening_aside = asyncio.Lock()
         self._counted: CountedLinks | None = None  # with the backend hixl
+        # Placement.DEVICE is an NPU's memory then, which the transport hixl moves, whatever llm.TransferBackend says.
+        self._on_npu = not host_npu.installed() and _hixl_is_usable()
         self._linked_at: dict[int, tuple[int, str]] = {}  # epoch of a peer's last link that was made here, and where
         self._linked_to_self = False  # of which the node's links say nothing
         self._portal = Portal()
@@ -164,6 +171,23 @@ class Engine:
     async def _open(self) -> None:
         config = self.config
         self._config = Config.from_env(None, transfer_timeout=config.transfer_seconds, **dict(config.rdma))
+        self._host_config = replace(
+            self._config, transports=tuple(name for name in self._config.transports if name != "hixl") or ("shm",)
+        )
+        if self._on_npu:
+            # Last, unless the user has put it elsewhere: it is the only one for memory of an NPU wherever it stands.
+            self._config = replace(
+                self._config,
+                transports=tuple(dict.fromkeys((*self._config.transports, "hixl"))),
+                device_id=config.device_id if config.device_id is not None else self._config.device_id,
+                hixl_options={**self._config.hixl_options, **dict(config.hixl_options)},
+            )
+            if config.device_pool is not None:
+                raise TransportUnavailable(
+                    "llm.MemPoolConfig wants a pool of NPU memory, and this library allocates host memory only",
+                    transport="hixl",
+                    hint="allocate tensors with torch_npu, and register them",
+                )
         dd = await DataDist(config.cluster_id, Role(config.role), listen=config.listen, config=self._config).open()
         try:
             for is_device, pool in ((True, config.device_pool), (False, config.host_pool)):
@@ -253,10 +277,14 @@ class Engine:
         LLMException
             The description, an address or a key cannot be used.
         """
-        if device:
+        placement = Placement.HOST
+        if device and self._on_npu:
+            placement = Placement.DEVICE
+        elif device:
             _warn_of_host_memory()
         held = self.run(
-            "register_cache", partial(self._register, tensors, list(addresses), reachable, offered, key, keys)
+            "register_cache",
+            partial(self._register, tensors, placement, list(addresses), reachable, offered, key, keys),
         )
         if held.missing is not None:
             warnings.warn(
@@ -270,13 +298,14 @@ class Engine:
     async def _register(
         self,
         tensors: Tensors,
+        placement: Placement,
         addresses: list[int],
         reachable: bool,
         offered: bool,
         key: BlocksCacheKey | None,
         keys: Sequence[CacheKey],
     ) -> _Held:
-        caches, desc = self._dd.cache_manager, tensors.described()
+        caches, desc = self._dd.cache_manager, tensors.described(placement)
         if len(addresses) != desc.num_tensors:
             raise ArgumentError(f"{len(addresses)} addresses for {desc.num_tensors} tensors")
         if reachable and 0 in addresses:
@@ -542,7 +571,12 @@ class Engine:
 
     def swap(self, sources: Tensors, source_addresses: Sequence[int], targets: Tensors,
              target_addresses: Sequence[int], pairs: dict[int, int]) -> None:  # fmt: skip
-        """Copy blocks between two pieces of memory, whether they are caches or not."""
+        """Copy blocks between two pieces of memory, one of the host and one of the device, caches or not."""
+        if self._on_npu:
+            raise LLMException(
+                "[swap_blocks] failed: it copies host memory only; copy NPU memory with torch: dst[i].copy_(src[j])",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )
 
         async def copy() -> None:
             # Memory that is not registered here is registered with a node that nobody links: ids go on as they were.
@@ -561,7 +595,7 @@ class Engine:
     async def _own_node(self) -> DataDist:
         async with self._opening_aside:
             if self._aside is None:
-                self._aside = await DataDist(self.config.cluster_id, config=self._config).open()
+                self._aside = await DataDist(self.config.cluster_id, config=self._host_config).open()
         return self._aside
 
     def _usable(self, call: str, cache_id: int, *, remotely: bool) -> Cache:
@@ -776,6 +810,10 @@ class Engine:
                 await dd.switch_role(Role(role), listen=listen)
 
         self.run("switch_role", switch)
+
+
+def _hixl_is_usable() -> bool:
+    return any(usable for name, usable, _ in _core.probe_transports(["hixl"]) if name == "hixl")
 
 
 def _pool_of(caches: CacheManager, pool: Pool) -> MemoryPool:

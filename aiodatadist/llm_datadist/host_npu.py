@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
-__all__ = ["Event", "create_npu_tensors", "current_device", "install", "set_device", "synchronize"]
+__all__ = ["Event", "create_npu_tensors", "current_device", "install", "installed", "set_device", "synchronize"]
 
 _NAMES: Final = ("Event", "current_device", "set_device", "synchronize")
 
@@ -119,6 +119,11 @@ def install() -> None:
         _attach(torch)
     else:
         sys.meta_path.insert(0, _Torch())
+
+
+def installed() -> bool:
+    """Return whether `install` has put host memory in the place of an NPU."""
+    return getattr(getattr(sys.modules.get("torch_npu"), "__spec__", None), "origin", None) == _ORIGIN
 
 
 def _module(name: str, contents: dict[str, Any]) -> ModuleType:

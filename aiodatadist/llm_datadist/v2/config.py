@@ -13,6 +13,9 @@ from ..status import raise_if_false
 __all__ = ["ClusterConfig", "EngineConfig", "Pool"]
 
 _MIB: Final = 2**20
+# What HIXL calls what llm_datadist passes on to it.
+_HIXL_NUMBERS: Final = {"rdma_traffic_class": "RdmaTrafficClass", "rdma_service_level": "RdmaServiceLevel"}
+_HIXL_TEXTS: Final = (("llm.LocalCommRes", "LocalCommRes"), ("llm.GlobalResourceConfig", "GlobalResourceConfig"))
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,10 @@ class EngineConfig:
     link_retry_count : int
     rdma : tuple of str and int
         Fields of `Config` for verbs that the options set.
+    device_id : int or None
+        The NPU; None: not given.
+    hixl_options : tuple of str and str
+        `Config.hixl_options` that the options set.
     """
 
     cluster_id: int
@@ -92,6 +99,8 @@ class EngineConfig:
     link_total_seconds: int = 0
     link_retry_count: int = 1
     rdma: tuple[tuple[str, int], ...] = ()
+    device_id: int | None = None
+    hixl_options: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def from_options(cls, cluster_id: int, role: LLMRole, options: Mapping[str, str]) -> EngineConfig:
@@ -102,7 +111,7 @@ class EngineConfig:
         LLMException
             ``LLM_PARAM_INVALID``: a value cannot be used.
         """
-        _number(options, "ge.exec.deviceId", 0, 0, 2**31 - 1)
+        device_id = _number(options, "ge.exec.deviceId", 0, 0, 2**31 - 1)
         backend = options.get("llm.TransferBackend")
         raise_if_false(backend in (None, "hixl"), "llm.TransferBackend={!r:.80} is not 'hixl'", backend)
         hixl = backend == "hixl"
@@ -115,6 +124,8 @@ class EngineConfig:
             rdma.append(("rdma_traffic_class", traffic_class))
         if "llm.RdmaServiceLevel" in options and service_level <= 7:
             rdma.append(("rdma_service_level", service_level))
+        for_hixl = [(_HIXL_NUMBERS[name], str(number)) for name, number in rdma]
+        for_hixl += [(name, options[key]) for key, name in _HIXL_TEXTS if options.get(key)]
         port = options.get("llm.ListenPort")
         return cls(
             cluster_id,
@@ -129,6 +140,8 @@ class EngineConfig:
             link_total_seconds=_number(options, "llm.LinkTotalTime", 0, 0, 2**31 - 1),
             link_retry_count=_number(options, "llm.LinkRetryCount", 1, 1, 100),
             rdma=tuple(rdma),
+            device_id=device_id if "ge.exec.deviceId" in options else None,
+            hixl_options=tuple(for_hixl),
         )
 
 
