@@ -21,7 +21,8 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
-    from pathlib import Path
+
+    from .hixl_standin import Controls
 
 REQUIRABLE = ("torch", "npu", "uvloop", "verbs", "hixl", "redis", "unprivileged", "smollm2")
 # A test that swallowed the failure of the hang limit ends the whole run this many seconds later.
@@ -149,19 +150,22 @@ def _lack(name: str, reason: str) -> None:
 
 
 @pytest.fixture
-def hixl_home(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Have the library find the stand-in for HIXL, built at the first call, where CANN would be."""
+def hixl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Controls]:
+    """Have the library find the stand-in for HIXL, built at the first call, where CANN would be; no rule may break."""
     from . import hixl_standin
 
-    home = hixl_standin.build()
-    monkeypatch.setenv("ASCEND_HOME_PATH", str(home))
-    return home
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(hixl_standin.build()))
+    controls = hixl_standin.Controls()
+    controls.reset()
+    yield controls
+    controls.reset()
+    assert controls.violations() == []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("hixl"):
-            item.add_marker(pytest.mark.usefixtures("hixl_home"))
+            item.add_marker(pytest.mark.usefixtures("hixl"))
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ import aiodatadist as adt
 from .waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
+_CARRIED = ("ASCEND_HOME_PATH", "HIXL_STANDIN_")
 
 
 class PeerFailure(Exception):
@@ -320,11 +321,17 @@ async def spawn(
     **config: Any,
 ) -> AsyncIterator[PeerProcess]:
     """Start a peer process, open its DataDist with this `Config`, and kill it at the end of the block."""
+    # The process that forks it may be older than what a test has set.
+    env = {
+        **{name: value for name, value in os.environ.items() if name.startswith(_CARRIED)},
+        "HIXL_STANDIN_ABORT": "1",
+        **(env or {}),
+    }
     here, there = socket.socketpair()
     log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by _end
     try:
         with there:
-            pid = _nursery.fork(there.fileno(), log.fileno(), env or {})
+            pid = _nursery.fork(there.fileno(), log.fileno(), env)
     except BaseException:
         here.close()
         log.close()

@@ -18,6 +18,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pytest
+
+# A transport to run a test over, beside those that need no stand-in.
+HIXL = pytest.param("hixl", marks=pytest.mark.hixl)
 HERE = Path(__file__).resolve().parent
 # In the order in which they need each other.
 LIBRARIES = {
@@ -164,10 +168,15 @@ class Controls:
         self._lib.standin_count.restype = ctypes.c_uint64
         self._lib.standin_violations.restype = ctypes.c_size_t
         self._lib.standin_set.argtypes = [ctypes.c_char_p, ctypes.c_int64]
+        self._lib.standin_reset.restype = None
 
     def set(self, knob: str, value: int) -> None:
         """Turn a knob, by its name without HIXL_STANDIN_; the environment counts no more for it in this process."""
         assert self._lib.standin_set(knob.encode(), value) == 0, knob
+
+    def reset(self) -> None:
+        """Have the environment count again."""
+        self._lib.standin_reset()
 
     def count(self, counter: str) -> int:
         number = int(self._lib.standin_count(counter.encode()))

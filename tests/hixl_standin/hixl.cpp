@@ -93,6 +93,7 @@ class __attribute__((visibility("hidden"))) Hixl::Impl {
 
     Status enqueue(const std::string &remote, bool connects, int32_t ms) {
         if (ms <= 0) return PARAM_INVALID;
+        note_use(remote, true);
         std::lock_guard lock(mu_);
         if (waiting_.size() >= kConnectQueue) return RESOURCE_EXHAUSTED;
         waiting_.push_back({remote, connects, ms});
@@ -100,6 +101,13 @@ class __attribute__((visibility("hidden"))) Hixl::Impl {
         if (pool_.size() < kConnectThreads) pool_.emplace_back([this] { run(); });
         changed_.notify_all();
         return SUCCESS;
+    }
+
+    // Synchronous and asynchronous calls for one peer must not be mixed.
+    void note_use(const std::string &remote, bool asynchronous) {
+        std::lock_guard lock(mu_);
+        const auto [it, first] = asynchronous_.emplace(remote, asynchronous);
+        if (!first && it->second != asynchronous) standin::violation("Connect and ConnectAsync are mixed for a peer");
     }
 
     AsyncConnectStatus state(const std::string &remote) {
@@ -160,6 +168,7 @@ class __attribute__((visibility("hidden"))) Hixl::Impl {
     std::condition_variable changed_;
     std::deque<Task> waiting_;
     std::map<std::string, bool> busy_;
+    std::map<std::string, bool> asynchronous_;  // by peer: how its first call was
     std::map<std::string, AsyncConnectStatus> states_;
     std::vector<std::thread> pool_;
     bool over_ = false;
@@ -206,11 +215,13 @@ Status Hixl::DeregisterMem(MemHandle mem_handle) {
 
 Status Hixl::Connect(const AscendString &remote_engine, int32_t timeout_in_millis) {
     USABLE("Connect");
+    impl_->note_use(remote_engine.GetString(), false);
     return impl_->engine.connect(remote_engine.GetString(), timeout_in_millis);
 }
 
 Status Hixl::Disconnect(const AscendString &remote_engine, int32_t timeout_in_millis) {
     USABLE("Disconnect");
+    impl_->note_use(remote_engine.GetString(), false);
     return impl_->engine.disconnect(remote_engine.GetString(), timeout_in_millis);
 }
 

@@ -85,6 +85,7 @@ void count(Counter which, uint64_t more) {
 void violation(const std::string &what) {
     count(kViolationsMade);
     std::fprintf(stderr, "HIXL stand-in: the caller breaks a rule: %s\n", what.c_str());
+    if (const char *ends = std::getenv("HIXL_STANDIN_ABORT"); ends != nullptr && *ends == '1') std::abort();
     std::lock_guard lock(violations_mu());
     violations() += what + "\n";
 }
@@ -92,6 +93,11 @@ void violation(const std::string &what) {
 }  // namespace standin
 
 extern "C" {
+
+void standin_reset() {
+    for (auto &setting : standin::settings) setting.set = false;
+    standin::read_environment();
+}
 
 int standin_set(const char *name, int64_t value) {
     for (auto &setting : standin::settings) {

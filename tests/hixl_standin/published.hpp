@@ -184,6 +184,7 @@ STANDIN_PUBLIC uint64_t standin_device_bytes();                             // a
 // Of libcann_hixl.so: change a knob (README.md) for this process, read a counter, and read which rules the caller
 // broke.
 STANDIN_PUBLIC int standin_set(const char *knob, int64_t value);
+STANDIN_PUBLIC void standin_reset();  // all knobs as the environment says
 STANDIN_PUBLIC uint64_t standin_count(const char *counter);
 STANDIN_PUBLIC size_t standin_violations(char *buffer, size_t capacity);  // lines; cleared
 }
