@@ -36,6 +36,7 @@ GOALS = {
     "cycles": 10_000,
     "failures": 10_000,
     "sim": 100_000,
+    "serving": 10_000,
 }
 CANCELS_A_BATCH = 1_000
 KILLS_A_BATCH = 10
@@ -44,6 +45,8 @@ LAYERS_A_BATCH = 500
 CYCLES_A_BATCH = 250
 FAILURES_A_BATCH = 1_000
 SIMULATIONS_A_TASK = 50
+SERVINGS_A_BATCH = 8
+SERVING_CLIENTS = 60
 WARM_UP = 100
 
 
@@ -210,6 +213,29 @@ async def simulate(soak: Soak) -> None:
     soak.save(soak.seed + tally.rounds, tally)
 
 
+async def serve(soak: Soak) -> None:
+    """A batch: clients of one serving cluster, whose workers die; its router may not grow."""
+    from . import serve_rounds  # needs the extra `serve`
+
+    tally, sizes = quiet.Tally(), []
+    next_seed, began = soak.seed, time.monotonic()
+    async with serve_rounds.bench(("shm", "tcp")[soak.seed // SERVINGS_A_BATCH % 2]) as bench:
+        for seed in soak.seeds(SERVINGS_A_BATCH):
+            ends = await bench.round(seed, SERVING_CLIENTS)
+            tally += quiet.Tally(
+                rounds=ends.total(), midway=ends.total() - ends[serve_rounds.GOOD], ends=collections.Counter(ends)
+            )
+            sizes.append(serve_rounds.resident(bench.cluster.router.process.pid))
+            next_seed = seed + 1
+    if next_seed == soak.seed:
+        raise Stop
+    # What it needs for that many clients it has after two rounds.
+    if len(sizes) > 2 and sizes[-1] > 1.3 * sizes[1]:
+        raise quiet.Broken(f"the router has grown, from seed {soak.seed} on: {sizes} bytes")
+    tally.seconds = time.monotonic() - began
+    soak.save(next_seed, tally)
+
+
 PARTS: dict[str, Callable[[Soak], Awaitable[None]]] = {
     "cancel": cancel,
     "kill": kill,
@@ -218,6 +244,7 @@ PARTS: dict[str, Callable[[Soak], Awaitable[None]]] = {
     "cycles": open_and_close,
     "failures": fail,
     "sim": simulate,
+    "serving": serve,
 }
 
 
