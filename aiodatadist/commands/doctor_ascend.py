@@ -3,25 +3,35 @@
 Looks at the driver, CANN and its HIXL library, the NPUs, the network port of each (hccn_tool: link, address, TLS, ping
 of the next NPU), and the environment that NPUs talk by. Exits 0 if the transport hixl is usable, 1 if not, 2 if a
 variable of the environment cannot be used.
+
+With two NPUs, start `aiodatadist doctor ascend --serve 0.0.0.0:26000` for one of them, and for the other
+`aiodatadist doctor ascend --check HOST:26000`: that links the two and moves memory between them, step by step. It exits
+0 if every step went well. Please report what it prints, or its --json.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
+import platform
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Final
+from typing import Any, Final
 
+import aiodatadist
 from aiodatadist import _core
 from aiodatadist.config import Config
 
-from . import ascend_host
+from . import ascend_check, ascend_host
 from .ascend_host import Npu, Ping, Port, Toolkit
+from .ascend_memory import NpuMemory, PinnedMemory
 from .ascend_variables import Variable, judged
 from .doctor_rdma import Finding, seconds_above_0
+from .failure import CommandError
 
 __all__ = ["NAME", "SUMMARY", "Network", "Report", "add_arguments", "examine", "run"]
 
@@ -313,15 +323,92 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long a transfer may take, for HCCL_RDMA_TIMEOUT (1)",
     )
+    sides = parser.add_mutually_exclusive_group()
+    sides.add_argument(
+        "--check", metavar="PEER", help="move memory to and from an NPU of the side that serves at HOST:PORT"
+    )
+    sides.add_argument("--serve", metavar="ADDRESS", help="serve one check, at HOST:PORT")
+    parser.add_argument(
+        "--device", type=_device, default=0, metavar="NUMBER", help="the NPU for --check and --serve (0)"
+    )
+
+
+def _device(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError(text)
+    return number
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command: print the report, and return the exit code that the module's docstring names."""
     report = examine(arguments.transfer_timeout)
-    if arguments.json:
-        print(json.dumps(asdict(report), indent=2))
-    else:
+    with_peer = arguments.check is not None or arguments.serve is not None
+    if not arguments.json:
         print("\n".join(lines(report)))
+    elif not with_peer:
+        print(json.dumps(asdict(report), indent=2))
     if report.status == "variable":
         return 2
-    return 0 if report.status == "ready" else 1
+    if not with_peer:
+        return 0 if report.status == "ready" else 1
+    if not report.usable:
+        raise CommandError(f"HIXL cannot be used: {report.transport}")
+    steps = _with_peer(arguments, report)
+    if arguments.json:
+        print(json.dumps({**asdict(report), "steps": [asdict(step) for step in steps]}, indent=2))
+    return 1 if any(step.outcome == "FAILED" for step in steps) else 0
+
+
+# With a peer. -----------------------------------------------------------------------------------------------
+
+
+def memories(config: Config) -> tuple[ascend_check.Memory, ascend_check.Memory]:
+    """Return where the caches of a check lie: on the NPU, and in host memory."""
+    library, device = config.hixl_library, config.device_id or 0
+    return NpuMemory(library, device), PinnedMemory(library, device)
+
+
+def _about(report: Report, device: int) -> dict[str, Any]:
+    """Return what the other side should know of this one."""
+    address = next((port.address for port in report.network.ports if port.number == device), None)
+    address = address or report.network.configured.get(device)
+    return {
+        "aiodatadist": aiodatadist.__version__,
+        "machine": platform.machine(),
+        "driver": report.driver,
+        "CANN": [kit.version for kit in report.toolkits],
+        "hixl": report.transport,
+        "NPU": device,
+        "addresses": [address] if address else [],
+    }
+
+
+def _with_peer(arguments: argparse.Namespace, report: Report) -> list[ascend_check.Step]:
+    config = Config.from_env(transports=ascend_check.TRANSPORTS, device_id=arguments.device)
+    steps: list[ascend_check.Step] = []
+
+    def told(step: ascend_check.Step) -> None:
+        if not arguments.json:
+            print(_row(step.name, f"{step.outcome}: {step.detail} ({step.seconds:.3f} s)"), flush=True)
+
+    def ready(address: str) -> None:
+        print(f"serving at {address}; now run --check against it", file=sys.stderr, flush=True)
+
+    async def ping(addresses: Sequence[str]) -> str | None:
+        tool = report.network.tool
+        if tool is None or not addresses:
+            return None
+        pinged = [await asyncio.to_thread(ascend_host.ping, tool, arguments.device, one) for one in addresses]
+        return "; ".join(f"{one.address}: {_about_ping(one)}" for one in pinged)
+
+    # Of this thread, as the event loop is, because ACL sets an NPU for each thread.
+    npu, host = memories(config)
+    if arguments.serve is not None:
+        asyncio.run(ascend_check.serve(config, arguments.serve, npu, host, _about(report, arguments.device), ready))
+    else:
+        steps = asyncio.run(ascend_check.check(config, arguments.check, npu, host, ping, told))
+    if not arguments.json and arguments.check is not None:
+        bad = [step.name for step in steps if step.outcome == "FAILED"]
+        print(f"FAILED: {', '.join(bad)}." if bad else "Every step went well.", "Please report what this printed.")
+    return steps

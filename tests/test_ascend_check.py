@@ -1,0 +1,138 @@
+"""`doctor ascend --check`: its steps with host memory over tcp, where everything but HIXL is as on NPUs."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+import aiodatadist as adt
+from aiodatadist.commands import CommandError, ascend_check, ascend_memory, doctor_ascend, main
+from aiodatadist.commands.ascend_check import Step
+
+
+class HostMemory:
+    """Host memory in the place of an NPU's."""
+
+    placement = adt.Placement.HOST
+
+    def __init__(self) -> None:
+        self.taken: list[Any] = []
+
+    def take(self, nbytes: int) -> int:
+        self.taken.append(ctypes.create_string_buffer(nbytes))
+        return ctypes.addressof(self.taken[-1])
+
+    def write(self, address: int, content: bytes) -> None:
+        ctypes.memmove(address, content, len(content))
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        return ctypes.string_at(address, nbytes)
+
+
+class Wrong(HostMemory):
+    """Memory of which one byte is not what was written."""
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        content = bytearray(super().read(address, nbytes))
+        content[100] ^= 1
+        return bytes(content)
+
+
+async def run(npu: HostMemory, about: dict[str, Any] | None = None, said: str | None = None) -> list[Step]:
+    """Run a check of two sides in this loop."""
+    config = adt.Config(transports=("tcp",))
+    at: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(
+        ascend_check.serve(config, "127.0.0.1:0", HostMemory(), HostMemory(), about or {}, at.set_result)
+    )
+    told: list[Step] = []
+    pinged: list[Sequence[str]] = []
+
+    async def ping(addresses: Sequence[str]) -> str | None:
+        pinged.append(addresses)
+        return said
+
+    done = await ascend_check.check(config, await at, npu, HostMemory(), ping, told.append)
+    await serving
+    assert told == done
+    assert pinged == [list((about or {}).get("addresses", []))]
+    return done
+
+
+async def test_all_steps() -> None:
+    steps = await run(HostMemory(), {"addresses": ["10.0.0.1"], "driver": "25.5"}, "3 of 3 packets came back")
+    assert [(step.name, step.outcome) for step in steps if step.outcome != "ok"] == []
+    said = {step.name: step.detail for step in steps}
+    assert json.loads(said["the other side"])["driver"] == "25.5"
+    assert said["hccn_tool ping"] == "3 of 3 packets came back"
+    assert said["link"] == "tcp"
+    assert said["pull, NPU to NPU"] == "22 blocks of 4 tensors are right"
+    assert said["layer by layer"] == "2 layers are right"
+    assert "GB/s" in said["speed"]
+    assert all(step.seconds >= 0 for step in steps)
+
+
+async def test_a_wrong_byte_is_found() -> None:
+    steps = {step.name: step for step in await run(Wrong())}
+    assert steps["hccn_tool ping"].outcome == "skipped"
+    for name in ("pull, NPU to NPU", "pull, host to NPU", "register late", "unlink and link again"):
+        assert (steps[name].outcome, steps[name].detail) == (
+            "FAILED",
+            "the bytes that arrived are not those that were sent",
+        )
+    assert steps["cancel"].outcome == "FAILED"
+    # What the other side looks at is right.
+    assert steps["push, NPU to NPU"].outcome == steps["pull, NPU to host"].outcome == "ok"
+
+
+async def test_nobody_serves() -> None:
+    told: list[Step] = []
+
+    async def ping(_: Sequence[str]) -> str | None:
+        raise AssertionError
+
+    config = adt.Config(transports=("tcp",))
+    await ascend_check.check(config, "127.0.0.1:1", HostMemory(), HostMemory(), ping, told.append)
+    assert [step.outcome for step in told[:3]] == ["ok", "FAILED", "skipped"]
+    assert "LinkError" in told[1].detail or "refused" in told[1].detail
+    assert {step.detail for step in told[2:]} == {"link has failed"}
+
+
+def test_without_hixl_there_is_no_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor_ascend, "probed", lambda: (False, "there is no libcann_hixl.so"))
+    for option in ("--check", "--serve"):
+        assert main(["doctor", "ascend", option, "127.0.0.1:0"]) == 1
+        assert "error: HIXL cannot be used: there is no libcann_hixl.so" in capsys.readouterr().err
+
+
+def test_both_sides_at_once_are_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--check", "a:1", "--serve", "a:1"], ["--device", "-1"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["doctor", "ascend", *arguments])
+        assert ended.value.code == 2
+    assert "doctor ascend" in capsys.readouterr().err
+
+
+def test_the_command_checks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor_ascend, "probed", lambda: (True, "as on NPUs"))
+    monkeypatch.setattr(doctor_ascend, "memories", lambda _: (HostMemory(), HostMemory()))
+    assert main(["doctor", "ascend", "--check", "127.0.0.1:1"]) == 1
+    text = capsys.readouterr().out
+    assert "register here           ok: " in text
+    assert text.endswith("FAILED: link. Please report what this printed.\n")
+    assert main(["doctor", "ascend", "--check", "127.0.0.1:1", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert [step["outcome"] for step in report["steps"]][:3] == ["ok", "FAILED", "skipped"]
+    assert report["transport"] == "as on NPUs"
+
+
+def test_acl_that_is_not_there(tmp_path: Any) -> None:
+    other = tmp_path / "libcann_hixl.so"
+    (tmp_path / "libascendcl.so").write_bytes(b"no library")
+    with pytest.raises(CommandError, match="cannot be opened"):
+        ascend_memory.NpuMemory(str(other), 0)
