@@ -136,3 +136,18 @@ def test_acl_that_is_not_there(tmp_path: Any) -> None:
     (tmp_path / "libascendcl.so").write_bytes(b"no library")
     with pytest.raises(CommandError, match="cannot be opened"):
         ascend_memory.NpuMemory(str(other), 0)
+
+
+@pytest.mark.hixl
+def test_memory_by_acl() -> None:
+    """Over the stand-in for ACL, whose device memory the processor cannot touch."""
+    content = bytes(range(256)) * 32
+    for kind in (ascend_memory.NpuMemory, ascend_memory.PinnedMemory):
+        memory = kind(None, 1)
+        first, second = memory.take(len(content)), memory.take(len(content))
+        memory.write(first, content)
+        memory.write(second, content[::-1])
+        assert memory.read(first, len(content)) == content
+        assert memory.read(second + 8, 16) == content[::-1][8:24]
+    with pytest.raises(CommandError, match="aclrtSetDevice failed with ACL status"):
+        ascend_memory.NpuMemory(None, 99)
