@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from aiodatadist import _core
 from aiodatadist.commands import serve, serve_fastdeploy
 from aiodatadist.commands.serve_cluster import local_cluster
 from aiodatadist.errors import ConfigError, UsageError
+from aiodatadist.serve.config import HealthLimits, Timeouts
 
 from .test_serve import client, complete, wait_for
 from .waiting import reserved_address
@@ -113,6 +116,54 @@ def test_the_choice_to_fail_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "yes")
     with pytest.raises(UsageError, match="give 0"):
         router()
+
+
+def test_every_limit_can_be_set() -> None:
+    def numbers(kind: type) -> tuple[str, ...]:
+        return tuple(f"{field.name}={index + 2}" for index, field in enumerate(fields(kind)))
+
+    timeouts = [word for text in numbers(Timeouts) for word in ("--timeout", text)]
+    health = [word for text in numbers(HealthLimits) for word in ("--health", text)]
+    config = router(*timeouts, *health, "--heartbeat", "0.5", "--retries", "0")
+    assert [getattr(config.timeouts, field.name) for field in fields(Timeouts)] == list(range(2, 10))
+    assert [getattr(config.health, field.name) for field in fields(HealthLimits)] == list(range(2, 10))
+    assert isinstance(config.health.failures, int)
+    assert (config.heartbeat, config.retries) == (0.5, 0)
+    assert worker(*timeouts).timeouts == config.timeouts
+    assert worker().timeouts == router().timeouts == Timeouts()
+    # FastDeploy's name, and the last word.
+    assert router("--timeout", "request=1", "--request-timeout-secs", "9").timeouts.request == 9
+    limit = router("--scheduler-name", "splitwise", "--scheduler-limit", "7").scheduler
+    assert limit.limit == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--timeout", "iddle=3"), "'iddle' is none of connect, prefill"),
+        (("--timeout", "idle=0"), "the timeout idle is 0 s; give more than 0"),
+        (("--health", "failures=0"), "failures of the health limits is 0; give at least 1"),
+        (("--health", "drain=-1"), "drain of the health limits is -1 s; give at least 0"),
+        (("--heartbeat", "0"), "the heartbeat is 0 s; give 0.05 to 1000"),
+        (("--retries", "-1"), "retries is -1; give at least 0"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        router(*words)
+
+
+def test_one_command_hands_its_limits_and_keys_on(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("sesame")
+    words = ("pd", "--port", "0", "--timeout", "transfer=3", "--timeout", "lease=4", "--health", "failures=2")
+    words += ("--heartbeat", "0.2", "--request-timeout-secs", "5", "--retries", "1")
+    words += ("--api-key-file", str(tmp_path / "key"), "--cluster-key-file", str(tmp_path / "key"))
+    asked = serve._cluster_options(parse(*words))
+    taken, given = serve._router_config(parse("router", *asked[0])), serve._worker_config(parse("decode", *asked[1]))
+    assert (taken.timeouts.transfer, taken.timeouts.request, taken.health.failures) == (3, 5, 2)
+    assert (taken.heartbeat, taken.retries, given.timeouts.lease) == (0.2, 1, 4)
+    for config in (taken, given):
+        assert (config.api_key, config.cluster_key) == ("sesame", b"sesame")
 
 
 @pytest.mark.hang_limit(240)

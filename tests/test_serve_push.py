@@ -34,6 +34,13 @@ async def test_pushed_prompts_go_on_as_a_mixed_worker_does(transport: str) -> No
         found = [await gauges(http, cluster.workers[f"decode-{number}"]) for number in (0, 1)]
         taken = [one.get('aiodatadist_phase_seconds_count{phase="handover"}', 0) for one in found]
         assert sum(taken) == count  # the other half was pulled: modes take turns
+        writers = [await gauges(http, cluster.workers[f"prefill-{number}"]) for number in (0, 1)]
+        pushed = 'aiodatadist_kv_transfer_seconds_count{mode="push"}'
+        assert sum(one.get(pushed, 0) for one in writers) == count
+        moved = [one.get('aiodatadist_kv_bytes_total{mode="push"}', 0) for one in writers]
+        pulled = [one.get('aiodatadist_kv_bytes_total{mode="pull"}', 0) for one in found]
+        assert min(moved) > 0  # of both, and to both
+        assert min(pulled) > 0
         await all_idle(http, cluster)
 
 

@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,13 +22,15 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from aiodatadist.commands.serve_cluster import Cluster, ServeProcess, local_cluster
+from aiodatadist.serve.background import beside
+from aiodatadist.serve.config import SchedulerConfig, Timeouts
 from aiodatadist.serve.errors import ServeError
 from aiodatadist.serve.openai import read_request
-from aiodatadist.serve.redis_scheduler import Scheduled
-from aiodatadist.serve.redis_store import Result
+from aiodatadist.serve.redis_scheduler import RedisScheduler, Scheduled
+from aiodatadist.serve.redis_store import Result, Store, pack
 
 from .test_serve import client, complete, events, get, post, wait_for
-from .waiting import PATIENCE
+from .waiting import PATIENCE, until
 
 pytestmark = [pytest.mark.redis, pytest.mark.hang_limit(240)]
 
@@ -323,6 +326,46 @@ async def test_a_redis_that_stands_still_holds_requests_up_and_loses_none(
         server.process.send_signal(signal.SIGCONT)
         assert await asked == expected
         await until_async(server.is_empty)
+
+
+async def test_a_step_that_fails_is_taken_again(caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(SchedulerConfig(), "r")
+    taken = 0
+
+    async def step() -> None:
+        nonlocal taken
+        taken += 1
+        if taken == 1:
+            raise ValueError("no answer of Redis is like this")
+        await asyncio.sleep(3600)
+
+    async with beside(store.forever(step)):
+        await until(lambda: taken == 2)
+    assert "no answer of Redis is like this" in caplog.text
+
+
+async def test_a_result_that_cannot_be_taken_ends_its_request_and_is_not_read_again() -> None:
+    read: list[bytes] = []
+
+    class Answers:
+        async def xread(self, streams: Any, **_: Any) -> Any:
+            results = (Result(request_id=name) for name in ("bad", "good"))
+            return [("s", [(b"%d" % n, {b"result": pack(each)}) for n, each in enumerate(results)])]
+
+        async def xdel(self, stream: str, *entries: bytes) -> None:
+            read.extend(entries)
+
+    store: Any = SimpleNamespace(redis=Answers(), results="s")
+    scheduler = RedisScheduler(store, Timeouts())
+    bad, good = scheduled(), scheduled()
+    bad._merge = None  # type: ignore[method-assign,assignment]
+    scheduler._open = {"bad": bad, "good": good}
+    await scheduler._read()
+    assert read == [b"0", b"1"]
+    with pytest.raises(ServeError) as failed:
+        await bad.begun()
+    assert failed.value.code == "internal_error"
+    await good.begun()
 
 
 # Results of several runs. -----------------------------------------------------------------------------------

@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from aiodatadist.errors import ExtraMissing
+from aiodatadist.errors import ConfigError, ExtraMissing
 from aiodatadist.model import MODEL_NAMES, find_model
 
 from . import serve_fastdeploy as fastdeploy
@@ -32,7 +34,7 @@ from .failure import CommandError
 from .serve_cluster import READY, local_cluster
 
 if TYPE_CHECKING:
-    from aiodatadist.serve.config import RouterConfig, WorkerConfig
+    from aiodatadist.serve.config import RouterConfig, Timeouts, WorkerConfig
 
 __all__ = ["NAME", "SUMMARY", "add_arguments", "run"]
 
@@ -62,10 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     # For tests of the check.
     everything.add_argument("--damage", choices=_WAYS, help=argparse.SUPPRESS)
+    _add_limits(everything)
+    _add_keys(everything)
     router = roles.add_parser("router", help="what clients talk to")
     _add_listening(router, 8000)
     _add_mode(router)
     _add_policies(router)
+    _add_limits(router)
     _add_keys(router)
     fastdeploy.add_scheduler(router)
     for role in ("prefill", "decode", "mixed", "worker"):
@@ -96,6 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         child.add_argument("--kv-port", type=int, default=0, metavar="PORT", help="of the KV transfer (any)")
         _add_mode(child)
         _add_model(child)
+        _add_timeouts(child)
         _add_proofs(child)
         _add_keys(child)
         fastdeploy.add_worker(child)
@@ -141,6 +147,55 @@ def _add_policies(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--queue-wait", type=float, default=10.0, metavar="S", help="seconds that each waits (10)")
 
 
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    _add_timeouts(parser)
+    parser.add_argument(
+        "--request-timeout-secs", type=float, metavar="S", help="as --timeout request=S, by FastDeploy's name"
+    )
+    parser.add_argument(
+        "--health",
+        type=_NamedNumber,
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help="when a worker gets no requests: failures, open_time, passes, probe_period, probe_failures, probe_passes, "
+        "slow_start or drain; may be given again",
+    )
+    parser.add_argument("--heartbeat", type=float, default=2.0, metavar="S", help="of workers; 3 missing: lost (2)")
+    parser.add_argument("--retries", type=int, default=2, metavar="N", help="attempts of a request after the first (2)")
+
+
+def _add_timeouts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--timeout",
+        type=_NamedNumber,
+        action="append",
+        default=[],
+        metavar="NAME=S",
+        help="seconds of connect, prefill, first_token, idle, request, transfer, lease or reservation; "
+        "may be given again",
+    )
+
+
+class _NamedNumber:
+    """An option's value such as ``idle=30``."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.name, _, number = text.partition("=")
+        self.number = float(number)
+
+
+def _settings(default: Any, given: Sequence[_NamedNumber], option: str) -> Any:
+    """Return a dataclass of numbers with those that were given."""
+    names, numbers = [field.name for field in fields(default)], {}
+    for each in given:
+        if each.name not in names:
+            raise ConfigError(f"{option} {each.text}: {each.name!r} is none of {', '.join(names)}")
+        numbers[each.name] = type(getattr(default, each.name))(each.number)
+    return replace(default, **numbers)
+
+
 def _add_keys(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the key that clients have to send")
     parser.add_argument("--cluster-key-file", type=Path, metavar="FILE", help="holds the secret of the cluster")
@@ -162,6 +217,8 @@ def run(arguments: argparse.Namespace) -> int:
     packages = (*_PACKAGES, "redis") if getattr(arguments, "scheduler_name", "") == "splitwise" else _PACKAGES
     if missing := tuple(name for name in packages if find_spec(name) is None):
         raise ExtraMissing(extra="serve", packages=missing)
+    # The library leaves its logger to the application, and here that is this command.
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     if getattr(arguments, "model", None) is not None:
         find_model(arguments.model).fetch(lambda line: print(line, file=sys.stderr, flush=True))
     if arguments.what == "pd":
@@ -198,7 +255,7 @@ async def _worker(config: WorkerConfig) -> AsyncIterator[str]:
 
 
 def _router_config(arguments: argparse.Namespace) -> RouterConfig:
-    from aiodatadist.serve.config import RouterConfig
+    from aiodatadist.serve.config import HealthLimits, RouterConfig
 
     return RouterConfig(
         host=arguments.host,
@@ -212,6 +269,10 @@ def _router_config(arguments: argparse.Namespace) -> RouterConfig:
         queue_wait=arguments.queue_wait,
         api_key=_read_text(arguments.api_key_file),
         cluster_key=_read_bytes(arguments.cluster_key_file),
+        heartbeat=arguments.heartbeat,
+        retries=arguments.retries,
+        health=_settings(HealthLimits(), arguments.health, "--health"),
+        timeouts=_timeouts(arguments),
         scheduler=fastdeploy.scheduler_config(arguments, _read_text(arguments.scheduler_password_file)),
         wait_for_room=fastdeploy.waits_for_room(),
     )
@@ -240,7 +301,18 @@ def _worker_config(arguments: argparse.Namespace) -> WorkerConfig:
         damage=arguments.damage,
         api_key=_read_text(arguments.api_key_file),
         cluster_key=_read_bytes(arguments.cluster_key_file),
+        timeouts=_timeouts(arguments),
     )
+
+
+def _timeouts(arguments: argparse.Namespace) -> Timeouts:
+    from aiodatadist.serve.config import Timeouts
+
+    given = list(arguments.timeout)
+    if getattr(arguments, "request_timeout_secs", None) is not None:
+        given.append(_NamedNumber(f"request={arguments.request_timeout_secs}"))
+    timeouts: Timeouts = _settings(Timeouts(), given, "--timeout")
+    return timeouts
 
 
 def _read_bytes(path: Path | None) -> bytes | None:
@@ -257,7 +329,8 @@ def _read_text(path: Path | None) -> str | None:
     return None if key is None else key.decode()
 
 
-async def _run_cluster(arguments: argparse.Namespace) -> None:
+def _cluster_options(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Return the options of the router and of the workers that ``serve pd`` starts."""
     policies = [
         option
         for role in ("prefill", "decode", "mixed")
@@ -266,12 +339,29 @@ async def _run_cluster(arguments: argparse.Namespace) -> None:
     mode = "both" if arguments.check else arguments.mode
     router_options = ["--port", str(arguments.port), "--mode", mode, *policies]
     router_options += ["--queue", str(arguments.queue), "--queue-wait", str(arguments.queue_wait)]
+    router_options += ["--heartbeat", str(arguments.heartbeat), "--retries", str(arguments.retries)]
+    router_options += [word for limit in arguments.health for word in ("--health", limit.text)]
+    if arguments.request_timeout_secs is not None:
+        router_options += ["--request-timeout-secs", str(arguments.request_timeout_secs)]
     if arguments.max_running is not None:
         router_options += ["--max-running", str(arguments.max_running)]
     worker_options = ["--mode", mode, "--model", arguments.model, "--slots", str(arguments.slots)]
     worker_options += ["--dp", str(arguments.dp), "--transports", ",".join(arguments.transports)]
     if arguments.num_blocks is not None:
         worker_options += ["--num-blocks", str(arguments.num_blocks)]
+    for option, file in (
+        ("--api-key-file", arguments.api_key_file),
+        ("--cluster-key-file", arguments.cluster_key_file),
+    ):
+        for options in (router_options, worker_options):
+            options += [] if file is None else [option, str(file)]
+    for options in (router_options, worker_options):
+        options += [word for limit in arguments.timeout for word in ("--timeout", limit.text)]
+    return router_options, worker_options
+
+
+async def _run_cluster(arguments: argparse.Namespace) -> None:
+    router_options, worker_options = _cluster_options(arguments)
     counts = {"prefill": arguments.prefill, "decode": arguments.decode}
     if arguments.check:
         from .serve_check import run_check

@@ -66,6 +66,9 @@ def add_scheduler(parser: argparse.ArgumentParser) -> None:
     """Add the flags of routers that share their work by way of Redis."""
     group = parser.add_argument_group("sharing the work of several routers")
     _add_scheduler_flags(group)
+    group.add_argument(
+        "--scheduler-limit", type=int, default=1024, metavar="N", help="requests with Redis; more get 429 (1024)"
+    )
     group.add_argument("--scheduler-password-file", type=Path, metavar="FILE", help="holds the password of Redis")
 
 
@@ -162,6 +165,7 @@ def scheduler_config(arguments: argparse.Namespace, password: str | None) -> Sch
         password=password,
         topic=arguments.scheduler_topic,
         ttl=arguments.scheduler_ttl,
+        limit=arguments.scheduler_limit,
     )
 
 

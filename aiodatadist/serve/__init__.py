@@ -18,7 +18,9 @@ module             concern
 `units`            the engines behind one worker, each with its cache
 `worker`           a worker process; `heartbeat` its registration; `prefill`, `decode`, `mixed` its handlers
 `tickets`          prompts that are held for others; `fetching` how they are taken over; `pushing` the other way
+`transfer_errors`  what the library says of a transfer, as codes
 `running`          requests under way, duplicates, aborts
+`background`       what runs beside requests, and never ends unseen
 `damage`           digests of blocks, and damage done to them in tests
 `responding`       how answers leave a worker; `text` from tokens to text; `openai` the shapes
 `router`           the router process; `registry` its workers, `policies` who gets what, `health` who may

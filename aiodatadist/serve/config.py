@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from aiodatadist.errors import ConfigError
 
@@ -42,11 +42,11 @@ class Timeouts:
     request
         All of it.
     transfer
-        To link the prefill worker and to move the blocks.
+        To link the other worker and to move the blocks; of a push, what is left when the prompt is computed.
     lease
         How long a ticket's blocks stay without a sign of life of whoever is to pull them.
     reservation
-        How long reserved blocks wait for a push.
+        How long reserved blocks wait for a push to begin, and pushed ones to be asked for.
     """
 
     connect: float = 2.0
@@ -57,6 +57,11 @@ class Timeouts:
     transfer: float = 10.0
     lease: float = 30.0
     reservation: float = 30.0
+
+    def __post_init__(self) -> None:
+        for field_ in fields(self):
+            if not getattr(self, field_.name) > 0:
+                raise ConfigError(f"the timeout {field_.name} is {getattr(self, field_.name):g} s; give more than 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,14 @@ class HealthLimits:
     probe_passes: int = 2
     slow_start: float = 10.0
     drain: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("failures", "passes", "probe_failures", "probe_passes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} of the health limits is {getattr(self, name)}; give at least 1")
+        for name in ("open_time", "probe_period", "slow_start", "drain"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} of the health limits is {getattr(self, name):g} s; give at least 0")
 
 
 DEFAULT_LIMITS = HealthLimits()
@@ -144,7 +157,7 @@ class RouterConfig:
     prefill_policy, decode_policy, mixed_policy
         Of `policies.POLICIES`.
     heartbeat
-        Seconds between two heartbeats of a worker.
+        Seconds between two heartbeats of a worker. Three that are missing make it a lost one.
     retries
         Attempts after the first, for each request.
     max_running
@@ -184,6 +197,10 @@ class RouterConfig:
         _check_mode(self.modes)
         if self.max_running is not None and self.max_running < 1:
             raise ConfigError(f"max_running is {self.max_running}; give at least 1")
+        if not 0.05 <= self.heartbeat <= 1000:
+            raise ConfigError(f"the heartbeat is {self.heartbeat:g} s; give 0.05 to 1000")
+        if self.retries < 0:
+            raise ConfigError(f"retries is {self.retries}; give at least 0")
         if self.queue_size < 0 or self.queue_wait <= 0:
             raise ConfigError(
                 f"queue_size is {self.queue_size}, queue_wait {self.queue_wait:g} s; give at least 0, and more than 0"

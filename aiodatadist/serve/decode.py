@@ -10,13 +10,11 @@ from .errors import ServeError
 from .fetching import Fetcher
 from .http import answer
 from .metrics import WorkerMetrics
-from .openai import Answer
 from .prefill import tokenize
 from .protocol import DecodeJob, ReleaseJob, ReserveJob, Ticket, decode
 from .pushing import Reservations
-from .responding import respond
+from .responding import write_answer
 from .running import Running
-from .text import TextStream, pieces
 from .units import Placed, Units, answer_room
 
 __all__ = ["DecodePart"]
@@ -68,6 +66,7 @@ class DecodePart:
         job = decode(await request.read(), ReserveJob)
         if self._reservations is None:
             raise ServeError("unsupported", "this decode worker does not take pushes")
+        self._running.check_open()
         tokens = len(tokenize(self._tokenizer, job.generation, self._vocabulary))
         limit = answer_room(job.generation, tokens, self._units.first.card.max_positions)
         return answer(self._reservations.reserve(job, tokens, tokens + limit))
@@ -80,9 +79,10 @@ class DecodePart:
     async def _decode(self, request: web.Request) -> web.StreamResponse:
         job = decode(await request.read(), DecodeJob)
         generation, ticket = job.generation, job.ticket
-        with self._running.enter(ticket.request_id, ticket.attempt):
-            card = self._units.first.card
-            limit = answer_room(generation, ticket.prompt_tokens, card.max_positions)
+        # What was reserved here before a drain began is served to its end.
+        promised = self._reservations is not None and (ticket.request_id, ticket.attempt) in self._reservations
+        with self._running.enter(ticket.request_id, ticket.attempt, promised=promised):
+            limit = answer_room(generation, ticket.prompt_tokens, self._units.first.card.max_positions)
             placed = await self._take(ticket, ticket.prompt_tokens + limit)
             try:
                 with self._metrics.phase("transfer"):
@@ -90,19 +90,11 @@ class DecodePart:
                     if not ticket.pushed:
                         await self._fetcher.fetch(ticket, placed)
                     self._fetcher.look_at(ticket, placed)
-                sampling = generation.sampling
-                ends = ticket.token in card.end_tokens and not sampling.ignore_end
-                decoding = None
-                if not ends and limit > 1:
-                    decoding = placed.unit.engine.decode(
-                        placed.reserved, ticket.token, ticket.prompt_tokens, sampling, limit - 1
-                    )
-                stream = TextStream(self._tokenizer, generation.stop)
-                written = Answer(generation, ticket.prompt_tokens, ticket.cached_tokens)
                 with self._metrics.phase("decode"):
-                    return await respond(
-                        request, generation, written, pieces(stream, ticket.token, ends, decoding, "length")
-                    )
+                    return await write_answer(
+                        request, generation, placed, self._tokenizer, token=ticket.token, limit=limit,
+                        prompt_tokens=ticket.prompt_tokens, cached_tokens=ticket.cached_tokens,
+                    )  # fmt: skip
             finally:
                 placed.free()
 

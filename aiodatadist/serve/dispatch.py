@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import random
 from typing import Final
 
 import msgspec
@@ -98,7 +98,7 @@ class Dispatcher:
             "push": PushFlow(legs, config.timeouts),
         }
         self._flows = flows
-        self._modes = itertools.cycle(config.modes)
+        self._modes: list[str] = []
         self._mixed = MixedFlow(legs, config.timeouts)
 
     def ready(self) -> bool:
@@ -126,7 +126,7 @@ class Dispatcher:
         attempts = Attempts(self, generation, first_attempt)
         last: ServeError | None = None
         while True:
-            attempts.mode = next(self._modes)
+            attempts.mode = self._next_mode()
             chosen = self._choose(attempts, attempts.avoid | attempts.suspects) or self._choose(
                 attempts, attempts.avoid
             )
@@ -149,6 +149,15 @@ class Dispatcher:
                 attempts.number += 1
                 # The other half of the pair may be tried again; so may this one, if nothing says it was its fault.
                 (attempts.avoid if why.at_fault or why.retry_after else attempts.suspects).add(why.worker_id)
+
+    def _next_mode(self) -> str:
+        """Return the hand-over of the next attempt: all come equally often, and at no beat.
+
+        Workers that take turns, too, would else get one mode each.
+        """
+        if not self._modes:
+            self._modes = random.sample(self.config.modes, len(self.config.modes))
+        return self._modes.pop()
 
     def _choose(self, attempts: Attempts, avoid: set[str]) -> Pair | Member | None:
         model, question = attempts.generation.model, attempts.question

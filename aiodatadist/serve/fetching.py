@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 import aiodatadist as adt
 
+from .background import have_seen
 from .damage import digests_of, do_damage
 from .errors import ServeError
 from .metrics import WorkerMetrics
 from .protocol import Ticket
+from .transfer_errors import transfer_errors
 from .units import Placed
 
 __all__ = ["Fetcher"]
@@ -83,36 +84,26 @@ class Fetcher:
         deadline = loop.time() + self._timeout
         adopted = False
         try:
-            await self._dd.link(adt.ClusterInfo(owner.cluster_id, owner.listen), timeout=self._timeout)
-            await self._dd.adopt_lease(owner.cluster_id, ticket.lease)
-            adopted = True
-            began = time.perf_counter()
-            await self._dd.cache_manager.pull_blocks(
-                adt.BlocksCacheKey(owner.cluster_id, owner.rank),
-                unit.cache,
-                ticket.blocks,
-                target,
-                timeout=max(deadline - loop.time(), 0.001),
-            )
-            self._metrics.moved("pull", len(target) * unit.engine.layout.block_bytes, time.perf_counter() - began)
-            # False: the lease had ended, so the blocks may have held something else by the time they were read.
-            adopted = False
-            if not await self._dd.release_lease(owner.cluster_id, ticket.lease):
-                raise ServeError("ticket_gone", f"the lease of {ticket.request_id} ended before its blocks were here")
-        except adt.LeaseError as why:
-            raise ServeError("ticket_gone", f"{ticket.request_id} is not held any more: {why}") from why
-        except (adt.TransferTimeout, adt.LinkTimeout) as why:
-            raise ServeError("transfer_timeout", f"{ticket.request_id}: {why}") from why
-        except adt.CacheMismatch as why:
-            raise ServeError("layout_mismatch", f"{ticket.request_id}: {why}") from why
-        except adt.DataDistError as why:
-            raise ServeError("transfer_failed", f"{ticket.request_id}: {why}") from why
+            with transfer_errors(ticket.request_id):
+                await self._dd.link(adt.ClusterInfo(owner.cluster_id, owner.listen), timeout=self._timeout)
+                await self._dd.adopt_lease(owner.cluster_id, ticket.lease)
+                adopted = True
+                began = time.perf_counter()
+                await self._dd.cache_manager.pull_blocks(
+                    adt.BlocksCacheKey(owner.cluster_id, owner.rank),
+                    unit.cache,
+                    ticket.blocks,
+                    target,
+                    timeout=max(deadline - loop.time(), 0.001),
+                )
+                self._metrics.moved("pull", len(target) * unit.engine.layout.block_bytes, time.perf_counter() - began)
+                # False: the lease had ended, so the blocks may have held something else by the time they were read.
+                adopted = False
+                if not await self._dd.release_lease(owner.cluster_id, ticket.lease):
+                    raise ServeError(
+                        "ticket_gone", f"the lease of {ticket.request_id} ended before its blocks were here"
+                    )
         finally:
             if adopted:
                 # Sent at the call; a task that is being cancelled need not wait for the answer.
-                self._dd.release_lease(owner.cluster_id, ticket.lease).add_done_callback(_look)
-
-
-def _look(done: asyncio.Future[Any]) -> None:
-    if not done.cancelled():
-        done.exception()
+                self._dd.release_lease(owner.cluster_id, ticket.lease).add_done_callback(have_seen)

@@ -68,6 +68,18 @@ def _decode_job(generation: Generation, ticket: Ticket) -> DecodeJob:
     return DecodeJob(generation=replace(generation, turns=[], prompt=generation.prompt and ""), ticket=ticket)
 
 
+def _next_decode(call: Call, prefill: Member, why: ServeError, failed: Member) -> Member:
+    """Return the decode worker to ask next; raises `why` if there is none.
+
+    One that was not reached, or said no, has touched nothing.
+    """
+    again = why.retry is Retry.DECODE or why.code == "worker_unreachable"
+    other = call.other_decode(prefill, why, failed) if again else None
+    if other is None:
+        raise why
+    return other
+
+
 class PullFlow:
     """Prefill first; the decode worker pulls by the ticket."""
 
@@ -93,11 +105,7 @@ class PullFlow:
                     time = _answer_time(generation, self._timeouts)
                     return await self._legs.open(lease, "/pd/decode", rest, time)
                 except ServeError as why:
-                    # A worker that was not reached, or said no, has not touched the ticket.
-                    again = why.retry is Retry.DECODE or why.code == "worker_unreachable"
-                    other = call.other_decode(prefill, why, lease.member) if again else None
-                    if other is None:
-                        raise
+                    other = _next_decode(call, prefill, why, lease.member)
                     lease.release()
                     lease = other.take(call.tokens)
         except BaseException:
@@ -126,10 +134,7 @@ class PushFlow:
                 try:
                     reservation = await self._reserve(call, prefill, lease.member)
                 except ServeError as why:
-                    again = why.retry is Retry.DECODE or why.code == "worker_unreachable"
-                    other = call.other_decode(prefill, why, lease.member) if again else None
-                    if other is None:
-                        raise
+                    other = _next_decode(call, prefill, why, lease.member)
                     self._legs.tell(lease.member, "/pd/release", undo)
                     lease.release()
                     lease = other.take(call.tokens)

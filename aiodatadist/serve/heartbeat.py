@@ -12,7 +12,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout
 from aiodatadist.observe import get_logger
 
 from .errors import ServeError
-from .protocol import Deregistration, Registered, Registration, decode, encode
+from .protocol import Deregistration, Message, Registered, Registration, decode, encode
 
 __all__ = ["announce", "deregister", "keep_registered"]
 
@@ -59,13 +59,15 @@ async def keep_registered(http: ClientSession, router: str, registration: Callab
 
 async def announce(http: ClientSession, router: str, registration: Callable[[], Registration]) -> None:
     """Send one heartbeat out of turn, if the router hears it."""
-    with contextlib.suppress(ClientError, TimeoutError, OSError):
-        async with http.post(f"{router}/register", data=encode(registration()), timeout=ClientTimeout(total=1.0)):
-            pass
+    await _say(http, f"{router}/register", registration())
 
 
 async def deregister(http: ClientSession, router: str, farewell: Deregistration) -> None:
     """Say good-bye, if the router hears it."""
+    await _say(http, f"{router}/deregister", farewell)
+
+
+async def _say(http: ClientSession, url: str, message: Message) -> None:
     with contextlib.suppress(ClientError, TimeoutError, OSError):
-        async with http.post(f"{router}/deregister", data=encode(farewell), timeout=ClientTimeout(total=1.0)):
+        async with http.post(url, data=encode(message), timeout=ClientTimeout(total=1.0)):
             pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextvars import ContextVar
 from typing import Any, Final
 
 from aiohttp import web
@@ -20,8 +21,8 @@ __all__ = ["BODY_LIMIT", "REQUEST_ID", "STREAM", "answer", "make_app", "serving"
 BODY_LIMIT: Final = 8 << 20
 """Bytes of a request."""
 REQUEST_ID: Final = "X-Request-Id"
-STREAM: Final = "stream"
-"""Key of a request: its streamed response, by whoever begins one."""
+STREAM: Final[ContextVar[web.StreamResponse | None]] = ContextVar("STREAM", default=None)
+"""The streamed response of the request that is being handled, by whoever begins one."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -70,11 +71,12 @@ def make_app(
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        STREAM.set(None)
         try:
             check(request)
             return await handler(request)
         except ServeError as error:
-            stream: web.StreamResponse | None = request.get(STREAM)
+            stream = STREAM.get()
             if stream is None or not stream.prepared:
                 return error_answer(error)
             # It has begun well: the error is its last event.

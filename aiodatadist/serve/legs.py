@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import TypeVar
 
 import msgspec
 from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, TCPConnector
 
+from .background import Tasks
 from .config import Timeouts
 from .errors import ServeError
 from .protocol import KEY_HEADER, Message, encode, internal_token
@@ -87,12 +88,13 @@ class Legs:
             timeout=ClientTimeout(total=None, sock_connect=timeouts.connect),
             auto_decompress=False,
         )
-        self._background: set[asyncio.Task[None]] = set()
+        self._background = Tasks()
 
     async def close(self) -> None:
         """Let what was to be told be told, and close the connections."""
-        if self._background:
-            await asyncio.wait(self._background, timeout=self._timeouts.connect)
+        await self._background.wait(self._timeouts.connect)
+        self._background.cancel()
+        await self._background.wait()
         await self._http.close()
 
     async def ask(
@@ -133,13 +135,7 @@ class Legs:
 
     def tell(self, member: Member, path: str, job: Message) -> None:
         """Give a job in the background, and forget about it."""
-        self.start(self._tell(member, path, job))
-
-    def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something that must not be cancelled with a request."""
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        self._background.start(self._tell(member, path, job))
 
     async def _tell(self, member: Member, path: str, job: Message) -> None:
         # A worker that cannot be told is gone, or its lease runs out.

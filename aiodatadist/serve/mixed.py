@@ -15,9 +15,8 @@ from .http import answer
 from .metrics import WorkerMetrics
 from .prefill import tokenize
 from .protocol import GenerateJob, Generation, decode
-from .responding import respond
+from .responding import write_answer
 from .running import Running
-from .text import TextStream, pieces
 from .units import Units, answer_room
 
 __all__ = ["MixedPart"]
@@ -76,21 +75,16 @@ class MixedPart:
 
     async def _answer(self, request: web.Request, generation: Generation, attempt: int = 0) -> web.StreamResponse:
         with self._running.enter(generation.request_id, attempt):
-            card, sampling = self._units.first.card, generation.sampling
             prompt = tokenize(self._tokenizer, generation, self._vocabulary)
-            limit = answer_room(generation, len(prompt), card.max_positions)
+            limit = answer_room(generation, len(prompt), self._units.first.card.max_positions)
             placed = self._units.place(len(prompt) + limit, prompt, full="prefill_busy")
-            engine, reserved = placed.unit.engine, placed.reserved
             try:
                 with self._metrics.phase("prefill"):
-                    token = await engine.prefill(reserved, sampling)
-                ends = token in card.end_tokens and not sampling.ignore_end
-                decoding = None
-                if not ends and limit > 1:
-                    decoding = engine.decode(reserved, token, len(prompt), sampling, limit - 1)
-                stream = TextStream(self._tokenizer, generation.stop)
-                written = openai.Answer(generation, len(prompt), reserved.cached)
+                    token = await placed.unit.engine.prefill(placed.reserved, generation.sampling)
                 with self._metrics.phase("decode"):
-                    return await respond(request, generation, written, pieces(stream, token, ends, decoding, "length"))
+                    return await write_answer(
+                        request, generation, placed, self._tokenizer, token=token, limit=limit,
+                        prompt_tokens=len(prompt), cached_tokens=placed.reserved.cached,
+                    )  # fmt: skip
             finally:
                 placed.free()

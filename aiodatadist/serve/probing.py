@@ -51,19 +51,18 @@ class Prober:
         self._period = period
         self._turn = asyncio.Semaphore(_AT_ONCE)
 
-    async def run(self) -> None:
-        """Probe until cancelled."""
-        while True:
-            began = time.monotonic()
-            await asyncio.gather(*map(self._probe, self._registry.members()))
-            await asyncio.sleep(max(self._period - (time.monotonic() - began), 0.0))
+    async def round(self) -> None:
+        """Probe each worker once, and wait for the rest of the period."""
+        began = time.monotonic()
+        await asyncio.gather(*map(self._probe, self._registry.members()))
+        await asyncio.sleep(max(self._period - (time.monotonic() - began), 0.0))
 
     async def _probe(self, member: Member) -> None:
         health = member.health
         async with self._turn:
             try:
                 await check_address(self._http, member.registration)
-            except ServeError as why:
+            except Exception as why:  # a probe that cannot be made has failed, whatever the reason
                 good, reason = False, str(why)
             else:
                 good, reason = True, ""

@@ -190,7 +190,7 @@ class Registration(Message, frozen=True):
     modes
         Hand-overs that it takes part in, of ``pull`` and ``push``.
     ttl_s
-        Without a heartbeat for so long, it is gone.
+        Without a heartbeat for so long, it is gone. The router fills in three of the periods that it asks for.
     """
 
     worker_id: Id

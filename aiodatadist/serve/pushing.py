@@ -16,17 +16,22 @@ word        from, to        meaning
 ==========  ==============  ================================================================================
 
 A reservation is ``reserved`` (nobody may write: it is freed at once), ``receiving`` (granted), ``ready`` (committed).
+It runs out while it is ``reserved`` or ``ready``, where it waits for somebody. While it is ``receiving`` it lives as
+long as its writer and the link do, because nobody knows how long a prompt takes to compute; the router gives it up when
+that is too long.
+
 What is given up while it is ``receiving`` becomes ``quarantined``. Its blocks come back by the writer's ``commit`` or
-``ended``, by the end of the link and a fence, which waits until what is left of the link is quiet, or by a deadline
-that lies behind the writer's own, when the link is torn down. A writer that was granted over a link that is gone does
-not begin on the next one.
+``ended``, by the end of the link and a fence, which waits until what is left of the link is quiet, or by a deadline,
+when the link is torn down. A writer that was granted over a link that is gone does not begin on the next one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias
 
 import msgspec
@@ -35,9 +40,12 @@ from msgspec.structs import replace
 import aiodatadist as adt
 from aiodatadist.observe import get_logger
 
+from .background import Tasks, have_seen
 from .damage import digests_of
 from .errors import ServeError
+from .metrics import WorkerMetrics
 from .protocol import Message, Peer, Reservation, ReserveJob, Sampling, Ticket, encode
+from .transfer_errors import transfer_errors
 from .units import Placed, Units
 
 __all__ = ["STATES", "Hearer", "Pushed", "Pusher", "Reservations", "Word", "listen"]
@@ -48,6 +56,10 @@ _REMEMBERED: Final = 10_000
 
 Key: TypeAlias = tuple[str, int]
 WordName: TypeAlias = Literal["begin", "grant", "refuse", "commit", "ended", "revoke"]
+
+_ASK_AGAIN: Final = 1.0
+"""Seconds before the next attempt to have a link's rest quiet."""
+_LINK_ENDED: Final = (adt.NotLinkedError, adt.PeerLostError, adt.ClosedError)
 
 _log = get_logger().bind(part="serve")
 
@@ -76,7 +88,11 @@ class Hearer(Protocol):
 
 
 async def listen(dd: adt.DataDist, hearer: Hearer) -> None:
-    """Pass on what peers say, and that links have ended, until the DataDist is closed."""
+    """Pass on what peers say, and that links have ended, until the DataDist is closed.
+
+    To be run by `forever`: what was said while nobody listened waits, and links that ended then are looked for first.
+    """
+    hearer.look_at_links()
     async with asyncio.TaskGroup() as both:
         both.create_task(_hear_words(dd, hearer))
         both.create_task(_hear_links(dd, hearer))
@@ -89,7 +105,10 @@ async def _hear_words(dd: adt.DataDist, hearer: Hearer) -> None:
         except (msgspec.DecodeError, UnicodeDecodeError) as why:
             _log.warning("a notification is no word of a push", peer=note.cluster_id, reason=str(why))
             continue
-        hearer.hear(note.cluster_id, word)
+        try:
+            hearer.hear(note.cluster_id, word)
+        except Exception:  # of this word: the others must be heard all the same
+            _log.exception("a word of a push was not understood", peer=note.cluster_id, word=word)
 
 
 async def _hear_links(dd: adt.DataDist, hearer: Hearer) -> None:
@@ -115,16 +134,42 @@ class _Speaker:
         self._cache = cache
         self._owner = owner
 
-    def say(self, cluster_id: int, word: WordName, key: Key) -> None:
-        """Say a word. Where it cannot arrive the link has ended, which the peer sees as well."""
+    def say(
+        self, cluster_id: int, word: WordName, key: Key, failed: Callable[[adt.DataDistError], None] | None = None
+    ) -> None:
+        """Say a word, and do not wait for it.
+
+        Parameters
+        ----------
+        cluster_id : int
+        word : str
+        key : Key
+        failed : callable, optional
+            Hears of a word that cannot arrive. That the link has ended is seen by the peer as well; anything else is
+            logged, and the deadlines of both sides deal with it.
+        """
         payload = encode(Word(word=word, request_id=key[0], attempt=key[1]))
         there = adt.BlocksCacheKey(cluster_id)
-        with contextlib.suppress(adt.DataDistError):
+
+        def unsaid(why: adt.DataDistError) -> None:
+            if not isinstance(why, _LINK_ENDED):
+                _log.warning("a word of a push was not said", word=word, peer=cluster_id, request_id=key[0], reason=why)
+            if failed is not None:
+                failed(why)
+
+        def ended(said: asyncio.Future[None]) -> None:
+            if not said.cancelled() and isinstance(why := said.exception(), adt.DataDistError):
+                unsaid(why)
+
+        try:
             if self._owner:
                 said = self._caches.pull_blocks(there, self._cache, [], [], notify=payload)
             else:
                 said = self._caches.push_blocks(there, self._cache, [], [], notify=payload)
-            said.add_done_callback(_look)
+        except adt.DataDistError as why:
+            unsaid(why)
+        else:
+            said.add_done_callback(ended)
 
 
 # The prefill worker. ----------------------------------------------------------------------------------------
@@ -167,18 +212,22 @@ class Pusher:
     dd : DataDist
     units : Units
     timeout : float
-        Seconds for linking, and for the owner's grant.
+        Seconds for linking, for the owner's grant, and for what has not landed when the model is done.
+    metrics : WorkerMetrics
     digests : bool
         Say what was in the blocks.
     """
 
-    def __init__(self, dd: adt.DataDist, units: Units, timeout: float, *, digests: bool = False) -> None:
+    def __init__(
+        self, dd: adt.DataDist, units: Units, timeout: float, metrics: WorkerMetrics, *, digests: bool = False
+    ) -> None:
         self._dd = dd
         self._speaker = _Speaker(dd, _first_cache(units), owner=False)
         self._timeout = timeout
+        self._metrics = metrics
         self._digests = digests
         self._pushes: dict[Key, _Push] = {}
-        self._keepers: set[asyncio.Task[None]] = set()
+        self._keepers = Tasks()
 
     def __len__(self) -> int:
         return len(self._pushes)
@@ -201,9 +250,7 @@ class Pusher:
             raise ServeError("duplicate_request", f"{reservation.request_id} is being pushed, or has not ended yet")
         self._pushes[push.key] = push
         push.work = asyncio.create_task(self._work(push, sampling))
-        keeper = asyncio.create_task(self._keep(push))
-        self._keepers.add(keeper)
-        keeper.add_done_callback(self._keepers.discard)
+        self._keepers.start(self._keep(push))
         try:
             await asyncio.wait([push.work])
         finally:
@@ -235,15 +282,12 @@ class Pusher:
         """Stop all, and wait until they are quiet."""
         for push in self._pushes.values():
             push.work.cancel()
-        if self._keepers:
-            await asyncio.wait(self._keepers, timeout=2.0)
+        await self._keepers.wait(2.0)
 
     async def _work(self, push: _Push, sampling: Sampling) -> Pushed:
         unit, reserved = push.placed
         assert unit.cache is not None
         reservation = push.reservation
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + reservation.ttl_s
         if len(reservation.blocks) != len(reserved.blocks):
             raise ServeError(
                 "layout_mismatch", f"{len(reserved.blocks)} blocks do not go into {len(reservation.blocks)} reserved"
@@ -252,36 +296,41 @@ class Pusher:
         # The model begins meanwhile: what it has recorded when the transfer starts goes at once.
         computing = asyncio.ensure_future(unit.engine.prefill(reserved, sampling, gate.record))
         try:
-            await self._ask(push)
-            # No await between the check of the link and the start: a grant is for the link that it came over.
-            push.transfer = self._dd.cache_manager.transfer_cache_async(
-                unit.cache,
-                gate,
-                [adt.TransferWithCacheKeyConfig(adt.BlocksCacheKey(push.owner, reservation.owner.rank))],
-                reserved.blocks,
-                reservation.blocks,
-                timeout=max(deadline - loop.time(), 0.001),
-                notify=encode(Word(word="commit", request_id=push.key[0], attempt=push.key[1])),
-            )
-            both: list[asyncio.Future[Any]] = [computing, push.transfer]
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if not push.transfer.done():
-                computing.result()  # raises what the model has to say
-            (result,) = await push.transfer
-            if result.error is not None:
-                raise result.error
-            push.committed = True
-            token = await computing
-            return Pushed(token, digests_of(unit.cache.tensors, reserved.blocks) if self._digests else [])
-        except (adt.TransferTimeout, adt.LinkTimeout) as why:
-            raise ServeError("transfer_timeout", f"{reservation.request_id}: {why}") from why
-        except adt.CacheMismatch as why:
-            raise ServeError("layout_mismatch", f"{reservation.request_id}: {why}") from why
-        except adt.DataDistError as why:
-            raise ServeError("transfer_failed", f"{reservation.request_id}: {why}") from why
+            with transfer_errors(reservation.request_id):
+                await self._ask(push)
+                # No await between the check of the link and the start: a grant is for the link that it came over.
+                push.transfer = self._dd.cache_manager.transfer_cache_async(
+                    unit.cache,
+                    gate,
+                    [adt.TransferWithCacheKeyConfig(adt.BlocksCacheKey(push.owner, reservation.owner.rank))],
+                    reserved.blocks,
+                    reservation.blocks,
+                    timeout=None,  # the model takes its time; what is to be moved then has a deadline below
+                    notify=encode(Word(word="commit", request_id=push.key[0], attempt=push.key[1])),
+                )
+                began = time.perf_counter()
+                both: list[asyncio.Future[Any]] = [computing, push.transfer]
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+                if not push.transfer.done():
+                    computing.result()  # raises what the model has to say
+                    await asyncio.wait([push.transfer], timeout=self._timeout)
+                    if not push.transfer.done():
+                        raise ServeError(
+                            "transfer_timeout",
+                            f"{reservation.request_id} was not there {self._timeout:g} s after it was computed",
+                        )
+                (result,) = push.transfer.result()
+                if result.error is not None:
+                    raise result.error
+                push.committed = True
+                self._metrics.moved(
+                    "push", len(reserved.blocks) * unit.engine.layout.block_bytes, time.perf_counter() - began
+                )
+                token = await computing
+                return Pushed(token, digests_of(unit.cache.tensors, reserved.blocks) if self._digests else [])
         finally:
             computing.cancel()
-            computing.add_done_callback(_look)
+            computing.add_done_callback(have_seen)
 
     async def _ask(self, push: _Push) -> None:
         """Link the owner, and have it grant the reservation."""
@@ -289,7 +338,7 @@ class Pusher:
             adt.ClusterInfo(push.owner, push.reservation.owner.listen), timeout=self._timeout
         )
         push.asked = True
-        self._speaker.say(push.owner, "begin", push.key)
+        self._speaker.say(push.owner, "begin", push.key, lambda _: push.answered("transfer_failed"))
         self.look_at_links()
         try:
             async with asyncio.timeout(self._timeout):
@@ -340,6 +389,12 @@ class _Entry:
         self.news = asyncio.Event()
         self.writer_ended = False
 
+    def stop_expiry(self) -> None:
+        """Let it not run out."""
+        if self.expiry is not None:
+            self.expiry.cancel()
+            self.expiry = None
+
     def decide(self, complete: bool) -> None:
         """Say what becomes of it, once."""
         if not self.outcome.done():
@@ -356,7 +411,7 @@ class Reservations:
         This worker; `rank` is filled in.
     units : Units
     ttl : float
-        Seconds until a reservation must be committed and taken.
+        Seconds until a writer must have begun, and from its commit until the reservation must be taken.
     timeout : float
         Seconds of a link's end, and of a commit that is on its way.
     """
@@ -370,7 +425,10 @@ class Reservations:
         self._speaker = _Speaker(dd, _first_cache(units), owner=True)
         self._entries: dict[Key, _Entry] = {}
         self._given_up: OrderedDict[Key, None] = OrderedDict()
-        self._keepers: set[asyncio.Task[None]] = set()
+        self._keepers = Tasks()
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._entries
 
     def counts(self) -> dict[str, int]:
         """Return the number of reservations in each state of `STATES`."""
@@ -393,7 +451,7 @@ class Reservations:
             raise ServeError("duplicate_request", f"request {key[0]}, attempt {key[1]}, is reserved already")
         placed = self._units.place(positions, full="no_blocks")
         entry = self._entries[key] = _Entry(key, placed, job.writer)
-        entry.expiry = asyncio.get_running_loop().call_later(self._ttl, self._expire, entry)
+        self._let_expire(entry)
         layout = placed.unit.engine.layout
         return Reservation(
             request_id=key[0],
@@ -456,6 +514,7 @@ class Reservations:
             may = entry is not None and entry.state == "reserved" and link is not None
             if may and entry is not None:
                 entry.state, entry.link = "receiving", link
+                entry.stop_expiry()
             self._speaker.say(cluster_id, "grant" if may else "refuse", word.key)
         elif entry is not None and entry.link is not None and word.word in ("commit", "ended"):
             entry.writer_ended = True
@@ -463,6 +522,7 @@ class Reservations:
             if entry.state == "receiving":
                 if word.word == "commit":
                     entry.state = "ready"
+                    self._let_expire(entry)
                 else:
                     self._free(entry)
                 entry.decide(word.word == "commit")
@@ -480,10 +540,12 @@ class Reservations:
         for entry in list(self._entries.values()):
             if entry.state != "quarantined":
                 self._give_up(entry)
-        if self._keepers:
-            await asyncio.wait(self._keepers, timeout=2.0)
-        for keeper in self._keepers:
-            keeper.cancel()
+        await self._keepers.wait(2.0)
+        self._keepers.cancel()
+
+    def _let_expire(self, entry: _Entry) -> None:
+        entry.stop_expiry()
+        entry.expiry = asyncio.get_running_loop().call_later(self._ttl, self._expire, entry)
 
     def _expire(self, entry: _Entry) -> None:
         _log.warning("a reservation ran out", request_id=entry.key[0], state=entry.state)
@@ -495,15 +557,10 @@ class Reservations:
             self._free(entry)  # nobody may write into it: not yet, or not any more
         elif entry.state == "receiving":
             entry.state = "quarantined"
-            if entry.expiry is not None:
-                entry.expiry.cancel()
-            keeper = asyncio.create_task(self._keep(entry))
-            self._keepers.add(keeper)
-            keeper.add_done_callback(self._keepers.discard)
+            self._keepers.start(self._keep(entry))
 
     def _forget(self, entry: _Entry) -> None:
-        if entry.expiry is not None:
-            entry.expiry.cancel()
+        entry.stop_expiry()
         del self._entries[entry.key]
 
     def _free(self, entry: _Entry) -> None:
@@ -515,8 +572,7 @@ class Reservations:
         """Keep blocks in quarantine until nobody can write into them."""
         self._speaker.say(entry.writer, "revoke", entry.key)
         with contextlib.suppress(TimeoutError):
-            # Behind the writer's own deadline.
-            async with asyncio.timeout(self._ttl + 2 * self._timeout):
+            async with asyncio.timeout(2 * self._timeout):
                 await entry.news.wait()
         if not entry.writer_ended:
             _log.warning("the writer of a reservation is not heard any more", request_id=entry.key[0])
@@ -528,24 +584,21 @@ class Reservations:
 
     async def _end_link(self, entry: _Entry) -> None:
         """Wait until nothing of the link that was granted can touch memory."""
-        if self._dd.links.get(entry.writer) is entry.link:
-            with contextlib.suppress(adt.LinkTimeout):
-                await self._dd.unlink(adt.ClusterInfo(entry.writer), timeout=self._timeout)
         while True:
             try:
+                if self._dd.links.get(entry.writer) is entry.link:
+                    await self._dd.unlink(adt.ClusterInfo(entry.writer), timeout=self._timeout)
                 await self._dd.fence(entry.writer, timeout=self._timeout)
                 return
-            except adt.LinkTimeout:
-                _log.warning("blocks stay in quarantine: their writer may still live", request_id=entry.key[0])
+            except adt.ClosedError:
+                raise
+            except adt.DataDistError as why:
+                # Nobody knows whether it still writes. Ask again: what is not known to be quiet is not given away.
+                _log.warning("blocks stay in quarantine", request_id=entry.key[0], reason=why)
+                await asyncio.sleep(_ASK_AGAIN)
 
 
 def _first_cache(units: Units) -> adt.Cache:
     cache: adt.Cache | None = next(iter(units)).cache
     assert cache is not None
     return cache
-
-
-def _look(done: asyncio.Future[Any]) -> None:
-    """Have seen how a future ended, which somebody else deals with."""
-    if not done.cancelled():
-        done.exception()

@@ -18,11 +18,12 @@ from msgspec.structs import replace
 
 from aiodatadist.observe import get_logger
 
+from .background import beside, log_failure
 from .dispatch import Dispatcher
 from .errors import CODES, ServeError
 from .legs import Upstream
 from .protocol import Generation
-from .redis_store import GROUP, TROUBLE, Outbox, Result, ScheduledJob, Store, pack, working
+from .redis_store import GROUP, TROUBLE, Outbox, Result, ScheduledJob, Store, pack
 
 __all__ = ["Runs"]
 
@@ -66,9 +67,9 @@ class Runs:
     async def working(self) -> AsyncIterator[None]:
         """Work beside the body. At its end others get what is not done."""
         store = self._store
-        async with working(store.forever(self._outbox.step)):
+        async with beside(store.forever(self._outbox.step)):
             try:
-                async with working(store.forever(self._pull), store.forever(self._hold)):
+                async with beside(store.forever(self._pull), store.forever(self._hold)):
                     yield
             finally:
                 left = list(self._jobs)
@@ -157,8 +158,9 @@ class Runs:
             task = self._tasks[entry] = asyncio.create_task(self._run(entry, job))
             task.add_done_callback(functools.partial(self._gone, entry))
 
-    def _gone(self, entry: bytes, _task: asyncio.Task[None]) -> None:
+    def _gone(self, entry: bytes, task: asyncio.Task[None]) -> None:
         del self._jobs[entry], self._tasks[entry]
+        log_failure(task)
 
     async def _cancel(self, entries: list[bytes]) -> None:
         tasks = [self._tasks[entry] for entry in entries if entry in self._tasks]

@@ -27,13 +27,14 @@ import msgspec
 
 from aiodatadist.observe import get_logger
 
+from .background import beside
 from .config import SchedulerConfig, Timeouts
 from .dispatch import Dispatcher
 from .errors import CODES, ServeError
 from .openai import Answer
 from .protocol import Generation
 from .redis_runs import Runs
-from .redis_store import LIFE, TROUBLE, Outbox, Result, ScheduledJob, Store, working
+from .redis_store import LIFE, TROUBLE, Outbox, Result, ScheduledJob, Store
 from .text import Piece
 
 __all__ = ["RedisScheduler", "Scheduled", "redis_scheduler"]
@@ -106,6 +107,11 @@ class Scheduled:
         self._finish = self._finish or finish
         if result.last:
             self._usage = result.prompt_tokens, result.cached_tokens
+
+    def fail(self, error: ServeError) -> None:
+        """End it with an error."""
+        self._error = error
+        self._news.set()
 
     async def begun(self) -> None:
         """Wait for the first result. Raises ServeError if it is an error."""
@@ -196,9 +202,9 @@ class RedisScheduler:
     async def working(self) -> AsyncIterator[None]:
         """Read results beside the body."""
         store = self._store
-        async with working(store.forever(self._outbox.step)):
+        async with beside(store.forever(self._outbox.step)):
             try:
-                async with working(store.forever(self._read), store.forever(self._keep)):
+                async with beside(store.forever(self._read), store.forever(self._keep)):
                     yield
             finally:
                 self._outbox.tell("DEL", store.life(store.router_id), store.results)
@@ -218,7 +224,11 @@ class RedisScheduler:
                     _log.warning("not a result", entry=entry.decode(), reason=str(why))
                     continue
                 if (call := self._open.get(result.request_id)) is not None:
-                    call.take(result)
+                    try:
+                        call.take(result)
+                    except Exception as why:  # it must not stay in the stream and be read again for ever
+                        _log.exception("a result was not understood", request_id=result.request_id)
+                        call.fail(ServeError("internal_error", f"{type(why).__name__}: {why}"))
             await self._store.redis.xdel(self._store.results, *(entry for entry, _ in entries))
 
     async def _keep(self) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -28,11 +28,12 @@ from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from aiodatadist.errors import ConfigError
 from aiodatadist.observe import get_logger
 
+from .background import forever
 from .config import SchedulerConfig
 from .errors import ServeError
 from .protocol import Generation, Id, Message
 
-__all__ = ["GROUP", "LIFE", "TROUBLE", "Outbox", "Result", "ScheduledJob", "Store", "pack", "working"]
+__all__ = ["GROUP", "LIFE", "TROUBLE", "Outbox", "Result", "ScheduledJob", "Store", "pack"]
 
 GROUP: Final = "routers"
 TROUBLE: Final = (RedisError, OSError, TimeoutError)
@@ -280,11 +281,14 @@ class Store:
 
     async def forever(self, step: Callable[[], Awaitable[None]]) -> None:
         """Take a step again and again until cancelled, whatever becomes of Redis."""
-        while True:
+
+        async def take() -> None:
             try:
                 await step()
             except TROUBLE as why:
                 await self.wait(why)
+
+        await forever(step.__qualname__, take)
 
     def well(self) -> None:
         """Hear that Redis takes what is written."""
@@ -344,18 +348,6 @@ class Outbox:
         if not self._waiting:
             self._more.clear()
             self._idle.set()
-
-
-@contextlib.asynccontextmanager
-async def working(*steps: Awaitable[None]) -> AsyncIterator[None]:
-    """Run coroutines beside the body, and cancel them at its end."""
-    tasks = [asyncio.ensure_future(step) for step in steps]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
 
 
 def describe(why: BaseException) -> str:

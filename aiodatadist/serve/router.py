@@ -10,12 +10,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Final
 
 from aiohttp import ClientSession, ClientTimeout, web
+from msgspec.structs import replace
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 import aiodatadist as adt
 
 from . import openai
 from .admission import Admission
+from .background import beside, forever
 from .config import RUNNING_PER_SLOT, RouterConfig
 from .dispatch import Dispatcher
 from .errors import ServeError
@@ -43,6 +45,8 @@ __all__ = ["Router", "router"]
 
 _CLIENT_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/abort_requests")
 _SWEEP: Final = 0.5
+_BEATS: Final = 3
+"""Heartbeats that may be missing before a worker is gone."""
 _PROBE_TIMEOUT: Final = 3.0
 
 
@@ -102,13 +106,12 @@ class Router:
         )
 
     async def sweep(self) -> None:
-        """Forget silent workers, and end drains that last too long, until cancelled."""
-        while True:
-            await asyncio.sleep(_SWEEP)
-            self.metrics.lost += len(self.registry.sweep())
-            self.admission.wake()
-            for member in self.registry.overdue():
-                self._legs.tell(member, "/pd/abort", AbortJob(abort_all=True))
+        """After a while, forget silent workers, and end drains that last too long."""
+        await asyncio.sleep(_SWEEP)
+        self.metrics.lost += len(self.registry.sweep())
+        self.admission.wake()
+        for member in self.registry.overdue():
+            self._legs.tell(member, "/pd/abort", AbortJob(abort_all=True))
 
     def _room(self) -> int:
         """Return how many requests may be with workers at once; 0: nobody can serve, or the scheduler bounds it."""
@@ -214,6 +217,7 @@ class Router:
 
     async def _register(self, request: web.Request) -> web.Response:
         registration = decode(await request.read(), Registration)
+        registration = replace(registration, ttl_s=_BEATS * self.config.heartbeat)
         if not self.registry.knows(registration.worker_id, registration.incarnation):
             await check_address(self._probes, registration)
         self.registry.put(registration)
@@ -294,10 +298,5 @@ async def router(config: RouterConfig) -> AsyncIterator[Router]:
         port = await stack.enter_async_context(serving(here.app, config.host, config.port))
         here.url = f"http://{adt.Address(config.host, port)}"
         prober = Prober(probes, here.registry, config.health.probe_period)
-        tasks = [asyncio.create_task(here.sweep()), asyncio.create_task(prober.run())]
-        try:
+        async with beside(forever("the sweep", here.sweep), forever("the probes", prober.round)):
             yield here
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)

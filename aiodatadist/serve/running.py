@@ -29,17 +29,29 @@ class Running:
     def __len__(self) -> int:
         return len(self._tasks)
 
+    def check_open(self) -> None:
+        """Raise ServeError ``draining`` if it is `closed`."""
+        if self.closed:
+            raise ServeError("draining", "this worker finishes what it has, and takes no more")
+
     @contextlib.contextmanager
-    def enter(self, request_id: str, attempt: int = 0) -> Iterator[None]:
+    def enter(self, request_id: str, attempt: int = 0, *, promised: bool = False) -> Iterator[None]:
         """Work on a request in the body, in this task.
+
+        Parameters
+        ----------
+        request_id : str
+        attempt : int
+        promised : bool
+            It was taken before, in a first part, and is worked on also by whoever takes no more.
 
         Raises
         ------
         ServeError
             ``duplicate_request``: it is being worked on; ``aborted``: `abort` named it; ``draining``: `closed`.
         """
-        if self.closed:
-            raise ServeError("draining", "this worker finishes what it has, and takes no more")
+        if not promised:
+            self.check_open()
         key = (request_id, attempt)
         if key in self._tasks:
             raise ServeError("duplicate_request", f"request {request_id}, attempt {attempt}, is being worked on")

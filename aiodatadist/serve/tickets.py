@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from msgspec.structs import replace
 
 import aiodatadist as adt
 
+from .background import Tasks, have_seen
 from .damage import digests_of
 from .protocol import Generation, Peer, Ticket
 from .pushing import Pushed
@@ -39,7 +38,7 @@ class Tickets:
         self._ttl = ttl
         self._digests = digests
         self._held: dict[tuple[str, int], adt.Lease] = {}
-        self._keepers: set[asyncio.Task[None]] = set()
+        self._keepers = Tasks()
 
     def __len__(self) -> int:
         return len(self._held)
@@ -51,9 +50,7 @@ class Tickets:
         lease = self._caches.hold(unit.cache, reserved.blocks, self._ttl)
         key = (generation.request_id, attempt)
         self._held[key] = lease
-        keeper = asyncio.create_task(self._keep(key, lease, placed))
-        self._keepers.add(keeper)
-        keeper.add_done_callback(self._keepers.discard)
+        self._keepers.start(self._keep(key, lease, placed))
         digests = digests_of(unit.cache.tensors, reserved.blocks) if self._digests else []
         return self._ticket(key, placed, token, digests, lease.id)
 
@@ -84,15 +81,14 @@ class Tickets:
         lease = self._held.get((request_id, attempt))
         if lease is None:
             return 0
-        lease.release().add_done_callback(_look)
+        lease.release().add_done_callback(have_seen)
         return 1
 
     async def close(self) -> None:
         """Release all, and wait for it."""
         for request_id, attempt in list(self._held):
             self.release(request_id, attempt)
-        if self._keepers:
-            await asyncio.wait(self._keepers, timeout=2.0)
+        await self._keepers.wait(2.0)
 
     async def _keep(self, key: tuple[str, int], lease: adt.Lease, placed: Placed) -> None:
         try:
@@ -100,9 +96,3 @@ class Tickets:
         finally:
             del self._held[key]
             placed.free()
-
-
-def _look(done: asyncio.Future[adt.LeaseEnd]) -> None:
-    """Have seen how a future ended: `_keep` deals with it."""
-    if not done.cancelled():
-        done.exception()

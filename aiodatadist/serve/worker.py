@@ -16,6 +16,7 @@ from aiohttp import ClientSession, web
 import aiodatadist as adt
 from aiodatadist.model import Tokenizer, find_model
 
+from .background import beside, forever
 from .config import WorkerConfig
 from .decode import DecodePart
 from .engine import Engine
@@ -110,7 +111,7 @@ class Worker:
         elif config.role == "prefill":
             assert self.peer is not None
             self.tickets = Tickets(dd, self.peer, config.timeouts.lease, digests=config.digests)
-            self.pushes = Pusher(dd, self.units, config.timeouts.transfer, digests=config.digests)
+            self.pushes = Pusher(dd, self.units, config.timeouts.transfer, self.metrics, digests=config.digests)
             part = PrefillPart(self.units, self.tickets, self.pushes, self.running, tokenizer, vocabulary, self.metrics)
         else:
             assert self.peer is not None
@@ -162,8 +163,8 @@ class Worker:
         self.draining = self.running.closed = True
         limit = time.monotonic() + seconds
         await asyncio.gather(*announcements)
-        # Requests and tickets: one may begin as another ends, so that no single event says that all is done.
-        while (len(self.running) or self.tickets) and time.monotonic() < limit:  # noqa: ASYNC110
+        # Requests and what is held for them: one may begin as another ends, so that no event says that all is done.
+        while (len(self.running) or self.tickets or self._promised()) and time.monotonic() < limit:  # noqa: ASYNC110
             await asyncio.sleep(_DRAIN_LOOK)
 
     def metrics_app(self) -> web.Application:
@@ -191,6 +192,10 @@ class Worker:
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         return web.Response(body=self.metrics.page(), headers={"Content-Type": CONTENT_TYPE})
+
+    def _promised(self) -> int:
+        """Return the number of reservations that will be asked for."""
+        return sum(self._reservations(state) for state in STATES if state != "quarantined")
 
     def _pushing(self) -> int:
         return len(self.pushes) if isinstance(self.pushes, Pusher) else 0
@@ -225,11 +230,6 @@ def _open_units(config: WorkerConfig, engines: list[Engine], dd: adt.DataDist | 
     return units
 
 
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
-
-
 @contextlib.asynccontextmanager
 async def worker(config: WorkerConfig) -> AsyncIterator[Worker]:
     """Run a worker around the body.
@@ -259,8 +259,9 @@ async def worker(config: WorkerConfig) -> AsyncIterator[Worker]:
             stack.push_async_callback(here.tickets.close)
         if here.pushes is not None:
             assert dd is not None
-            listening = asyncio.create_task(listen(dd, here.pushes))
-            stack.push_async_callback(_end, listening)
+            await stack.enter_async_context(
+                beside(forever("the words of pushes", functools.partial(listen, dd, here.pushes)))
+            )
             stack.push_async_callback(here.pushes.close)
         port = await stack.enter_async_context(serving(here.app, config.host, config.port))
         here.url = f"http://{adt.Address(config.reachable_host, port)}"
@@ -268,16 +269,19 @@ async def worker(config: WorkerConfig) -> AsyncIterator[Worker]:
             await stack.enter_async_context(serving(here.metrics_app(), config.host, config.metrics_port))
         headers = {} if config.cluster_key is None else {KEY_HEADER: internal_token(config.cluster_key)}
         http = await stack.enter_async_context(ClientSession(headers=headers))
-        beats = [asyncio.create_task(keep_registered(http, router, here.registration)) for router in config.routers]
+        beats = [
+            forever("the heartbeat", functools.partial(keep_registered, http, router, here.registration))
+            for router in config.routers
+        ]
         try:
-            yield here
+            async with beside(*beats):
+                try:
+                    yield here
+                finally:
+                    if config.drain > 0:
+                        announcements = [announce(http, router, here.registration) for router in config.routers]
+                        await here.drain(config.drain, announcements)
         finally:
-            if config.drain > 0:
-                await here.drain(config.drain, [announce(http, router, here.registration) for router in config.routers])
-            for beat in beats:
-                beat.cancel()
-            if beats:
-                await asyncio.wait(beats)
             farewell = Deregistration(worker_id=here.worker_id, incarnation=here.incarnation)
             for router in config.routers:
                 await deregister(http, router, farewell)
