@@ -14,6 +14,8 @@ import aiodatadist as adt
 from aiodatadist.commands import CommandError, ascend_check, ascend_memory, doctor_ascend, main
 from aiodatadist.commands.ascend_check import Step
 
+from .hixl_standin import Controls
+
 
 class HostMemory:
     """Host memory in the place of an NPU's."""
@@ -139,7 +141,7 @@ def test_acl_that_is_not_there(tmp_path: Any) -> None:
 
 
 @pytest.mark.hixl
-def test_memory_by_acl() -> None:
+def test_memory_by_acl(hixl: Controls) -> None:
     """Over the stand-in for ACL, whose device memory the processor cannot touch."""
     content = bytes(range(256)) * 32
     for kind in (ascend_memory.NpuMemory, ascend_memory.PinnedMemory):
