@@ -310,6 +310,14 @@ def test_a_request_is_over_once(driver: Callable[..., Driver]) -> None:
     assert near.value("count", "violations") == 1
 
 
+def test_a_handle_may_be_given_out_again(driver: Callable[..., Driver]) -> None:
+    near, far, here, there = linked(driver, REUSE="1")
+    assert near.finish(far, READ, here, there, MIB) == COMPLETED
+    near.do("set", "DELAY_US", 1000000)
+    first, second = (near.value("transfer", far.name, READ, 0, here, there, 1) for _ in range(2))
+    assert (first, second) == (1, 2)
+
+
 def test_the_bulk_query(driver: Callable[..., Driver]) -> None:
     near, far, here, there = linked(driver, ENGINE="client-server")
     requests = [near.value("transfer", far.name, READ, 70 + i, here, there, 9) for i in range(3)]

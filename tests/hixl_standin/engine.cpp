@@ -311,13 +311,13 @@ hixl::Status Engine::disconnect(const std::string &remote, int32_t ms) {
     }
     lock.lock();
     for (auto it = requests_.begin(); it != requests_.end();) {
-        auto &request = it->second;
+        auto &request = *it;
         if (request.link == link && request.status == hixl::TransferStatus::WAITING) {
             // The worst case of the rule: a last write at the last moment.
             if (request.stalling) write_late(request);
             request.status = hixl::TransferStatus::FAILED;
         }
-        it = request.link == link && request.forgotten ? requests_.erase(it) : std::next(it);
+        it = request.link == link && request.forgotten ? drop(it) : std::next(it);
     }
     links_.erase(remote);
     moved_.notify_all();

@@ -53,6 +53,7 @@ struct Link {
 };
 
 struct Request {
+    uint64_t id = 0;
     const void *user_data = nullptr;
     std::shared_ptr<Link> link;
     hixl::TransferOp op = hixl::READ;
@@ -98,6 +99,9 @@ class Engine {
     bool serve_client(Client &client);
     void work();
     hixl::TransferStatus carry_out(Request &request, std::unique_lock<std::mutex> &lock);
+    using Requests = std::list<Request>;
+    Requests::iterator look_up(uint64_t id);
+    Requests::iterator drop(Requests::iterator it);
     std::vector<Region> table();
     std::shared_ptr<Link> find(const std::string &remote);
 
@@ -111,8 +115,9 @@ class Engine {
     std::map<uint64_t, Region> memory_;
     uint64_t last_handle_ = 0;
     std::map<std::string, std::shared_ptr<Link>> links_;
-    std::map<uint64_t, Request> requests_;  // by number, which is the order of submission
+    std::list<Request> requests_;  // in the order of submission
     uint64_t last_id_ = 0;
+    std::vector<uint64_t> freed_;     // handles of requests that are over, to be given out again
     const Link *touching_ = nullptr;  // whose memory the worker is at
     size_t clients_ = 0;
     std::deque<hixl::NotifyDesc> notifies_;

@@ -38,6 +38,7 @@ Setting settings[kKnobs] = {
     {"STALL_MS", 0, {0}, {false}},
     {"QUERY_FAILS", 0, {0}, {false}},
     {"ANY_THREAD", 0, {0}, {false}},
+    {"REUSE", 0, {0}, {false}},
 };
 
 constexpr const char *kCounterNames[kCounters] = {"registrations", "connects", "disconnects", "requests", "queries",

@@ -25,6 +25,7 @@ enum Knob {
     kStallMs,
     kQueryFails,
     kAnyThread,
+    kReuse,
     kKnobs
 };
 

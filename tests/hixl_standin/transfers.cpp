@@ -66,6 +66,15 @@ void write_late(const Request &request) {
     }
 }
 
+Engine::Requests::iterator Engine::look_up(uint64_t id) {
+    return std::find_if(requests_.begin(), requests_.end(), [&](const Request &request) { return request.id == id; });
+}
+
+Engine::Requests::iterator Engine::drop(Requests::iterator it) {
+    if (knob(kReuse) != 0) freed_.push_back(it->id);
+    return requests_.erase(it);
+}
+
 hixl::Status Engine::post(const std::string &remote, hixl::TransferOp op,
                           const std::vector<hixl::TransferOpDesc> &descs, const void *user_data, uint64_t *id) {
     if (descs.empty() || (op != hixl::READ && op != hixl::WRITE)) return hixl::PARAM_INVALID;
@@ -82,7 +91,13 @@ hixl::Status Engine::post(const std::string &remote, hixl::TransferOp op,
             return hixl::PARAM_INVALID;
         }
     }
-    auto &request = requests_[++last_id_];
+    auto &request = requests_.emplace_back();
+    if (knob(kReuse) != 0 && !freed_.empty()) {
+        request.id = freed_.back();
+        freed_.pop_back();
+    } else {
+        request.id = ++last_id_;
+    }
     request.user_data = user_data;
     request.link = link;
     request.op = op;
@@ -93,7 +108,7 @@ hixl::Status Engine::post(const std::string &remote, hixl::TransferOp op,
     request.stalls_until = Clock::time_point::max();
     if (const int64_t pause = knob(kStallMs); pause > 0) request.stalls_until = request.due + milliseconds(pause);
     count(kRequests);
-    *id = last_id_;
+    *id = request.id;
     work_.notify_all();
     return hixl::SUCCESS;
 }
@@ -105,13 +120,14 @@ hixl::Status Engine::transfer(const std::string &remote, hixl::TransferOp op,
     const auto status = post(remote, op, descs, nullptr, &id);
     if (status != hixl::SUCCESS) return status;
     std::unique_lock lock(mu_);
-    auto &request = requests_[id];
+    const auto it = look_up(id);
+    auto &request = *it;
     if (!moved_.wait_until(lock, deadline, [&] { return request.status != TransferStatus::WAITING; })) {
         request.forgotten = true;  // and goes on
         return hixl::TIMEOUT;
     }
     const bool well = request.status == TransferStatus::COMPLETED;
-    requests_.erase(id);
+    drop(it);
     return well ? hixl::SUCCESS : hixl::FAILED;
 }
 
@@ -120,13 +136,13 @@ hixl::Status Engine::query(uint64_t id, TransferStatus &status) {
     if (hits(kQueryFails)) return hixl::FAILED;
     if (id == 0) return hixl::FAILED;
     std::lock_guard lock(mu_);
-    const auto it = requests_.find(id);
+    const auto it = look_up(id);
     if (it == requests_.end()) {
         violation("a request that is unknown, or was found finished before, is asked for");
         return hixl::PARAM_INVALID;
     }
-    status = it->second.status;
-    if (status != TransferStatus::WAITING) requests_.erase(it);
+    status = it->status;
+    if (status != TransferStatus::WAITING) drop(it);
     return hixl::SUCCESS;
 }
 
@@ -144,18 +160,18 @@ hixl::Status Engine::query(const hixl::GetTransferStatusArgs &args, std::vector<
     results.clear();
     std::lock_guard lock(mu_);
     for (auto it = requests_.begin(); it != requests_.end() && results.size() < args.max_query_count;) {
-        auto &request = it->second;
+        auto &request = *it;
         const bool waits = request.status == TransferStatus::WAITING;
         if (request.forgotten || (waits && args.skip_waiting)) {
             ++it;
             continue;
         }
         hixl::TransferResult result;
-        result.req = reinterpret_cast<hixl::TransferReq>(it->first);
+        result.req = reinterpret_cast<hixl::TransferReq>(request.id);
         result.user_data = request.user_data;
         result.status = request.status;
         results.push_back(result);
-        it = waits ? std::next(it) : requests_.erase(it);
+        it = waits ? std::next(it) : drop(it);
     }
     return hixl::SUCCESS;
 }
@@ -205,15 +221,15 @@ void Engine::work() {
     while (!over_) {
         const auto now = Clock::now();
         auto wake = Clock::time_point::max();
-        Request *next = nullptr;
-        for (auto &[id, request] : requests_) {
-            if (request.status != TransferStatus::WAITING || request.link->stop) continue;
-            if (request.due > now)
-                wake = std::min(wake, request.due);
-            else if (next == nullptr)
-                next = &request;
+        auto next = requests_.end();
+        for (auto it = requests_.begin(); it != requests_.end(); ++it) {
+            if (it->status != TransferStatus::WAITING || it->link->stop) continue;
+            if (it->due > now)
+                wake = std::min(wake, it->due);
+            else if (next == requests_.end())
+                next = it;
         }
-        if (next == nullptr) {
+        if (next == requests_.end()) {
             if (wake == Clock::time_point::max())
                 work_.wait(lock);
             else
@@ -237,11 +253,7 @@ void Engine::work() {
             next->stalling = true;
             count(kStalls);
         } else if (next->forgotten) {
-            for (auto it = requests_.begin(); it != requests_.end(); ++it) {
-                if (&it->second != next) continue;
-                requests_.erase(it);
-                break;
-            }
+            drop(next);
         }
         moved_.notify_all();
     }
