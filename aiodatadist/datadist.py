@@ -254,6 +254,19 @@ class DataDist:
         return self._center.listen_address
 
     @property
+    def transports(self) -> Mapping[str, str]:
+        """The transports of `Config.transports`: each with an empty text where it works here, or with why it does not.
+
+        Raises
+        ------
+        ClosedError, ForkedError, WrongLoopError
+            It is not open, or used from elsewhere.
+        """
+        self._check_usable()
+        own = self._center.own
+        return {name: own.unusable.get(name, "") for name in own.config.transports}
+
+    @property
     def cache_manager(self) -> CacheManager:
         """Registers caches and moves blocks.
 

@@ -14,14 +14,13 @@ from .test_buffers import ON_NPU, Npu
 @pytest.mark.parametrize("transports", [("shm", "tcp"), ("tcp",), ("hixl", "tcp")])
 async def test_without_hixl_it_is_refused_at_the_call(transports: tuple[str, ...]) -> None:
     async with adt.DataDist(OWNER, config=adt.Config(transports=transports)) as dd:
-        if "hixl" in dd._center.own.usable:
+        if dd.transports.get("hixl") == "":
             pytest.skip("HIXL can be used here")
         for x, desc in (([Npu()], None), ([1 << 50], ON_NPU)):
             with pytest.raises(adt.TransportUnavailable, match="memory of an NPU") as caught:
                 dd.cache_manager.register_blocks_cache(x, desc=desc)
             assert caught.value.transport == "hixl"
-            said = dd._center.own.unusable.get("hixl", "Config.transports does not have it")
-            assert caught.value.reason == said
+            assert caught.value.reason == dd.transports.get("hixl", "Config.transports does not have it")
             assert "doctor ascend" in str(caught.value)
         assert dd.cache_manager.caches == {}
 
@@ -38,3 +37,12 @@ async def test_a_cache_says_where_it_is() -> None:
         cache = dd.cache_manager.register_blocks_cache([np.zeros((4, 3), np.float16)])
         assert cache.placement is adt.Placement.HOST
         assert "NPU" not in repr(cache)
+
+
+async def test_transports_say_what_works() -> None:
+    async with adt.DataDist(OWNER, config=adt.Config(transports=("sim", "tcp"))) as dd:
+        assert list(dd.transports) == ["sim", "tcp"]
+        assert dd.transports["tcp"] == ""
+        assert "SimCluster" in dd.transports["sim"]
+    with pytest.raises(adt.ClosedError):
+        _ = dd.transports

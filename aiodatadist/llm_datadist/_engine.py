@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import math
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -43,8 +45,8 @@ from .. import (
     TransferTask,
     TransportUnavailable,
     UsageError,
-    _core,
 )
+from .._cann import find_libraries
 from . import host_npu
 from ._counted import CountedLinks
 from ._portal import Portal
@@ -67,8 +69,17 @@ _ANNOUNCEMENT_SECONDS: Final = 0.25
 _PROBE_SECONDS: Final = 1.0
 _QUIET_SECONDS: Final = 30.0
 _CLOSE_SECONDS: Final = 10.0
+# Where the driver shows NPUs.
+_DEV: Final = Path("/dev")
 # The kernel maps nothing below it (vm.mmap_min_addr).
 _FIRST_PAGE: Final = 65536
+
+
+class _Device(enum.Enum):
+    """What Placement.DEVICE means."""
+
+    NPU = "memory of an NPU, which moves over hixl whatever llm.TransferBackend says, or not at all"
+    HOST = "host memory"
 
 
 @cache
@@ -157,8 +168,7 @@ class Engine:
         self._aside: DataDist | None = None
         self._opening_aside = asyncio.Lock()
         self._counted: CountedLinks | None = None  # with the backend hixl
-        # Placement.DEVICE is an NPU's memory then, which the transport hixl moves, whatever llm.TransferBackend says.
-        self._on_npu = not host_npu.installed() and _hixl_is_usable()
+        self._device = _Device.HOST
         self._linked_at: dict[int, tuple[int, str]] = {}  # epoch of a peer's last link that was made here, and where
         self._linked_to_self = False  # of which the node's links say nothing
         self._portal = Portal()
@@ -174,7 +184,7 @@ class Engine:
         self._host_config = replace(
             self._config, transports=tuple(name for name in self._config.transports if name != "hixl") or ("shm",)
         )
-        if self._on_npu:
+        if not host_npu.installed() and find_libraries(self._config.hixl_library).found:
             # Last, unless the user has put it elsewhere: it is the only one for memory of an NPU wherever it stands.
             self._config = replace(
                 self._config,
@@ -182,16 +192,17 @@ class Engine:
                 device_id=config.device_id if config.device_id is not None else self._config.device_id,
                 hixl_options={**self._config.hixl_options, **dict(config.hixl_options)},
             )
-            if config.device_pool is not None:
-                raise TransportUnavailable(
-                    "llm.MemPoolConfig wants a pool of NPU memory, and this library allocates host memory only",
-                    transport="hixl",
-                    hint="allocate tensors with torch_npu, and register them",
-                )
         dd = await DataDist(config.cluster_id, Role(config.role), listen=config.listen, config=self._config).open()
         try:
+            self._device = _device_of(dd)
             for is_device, pool in ((True, config.device_pool), (False, config.host_pool)):
                 if pool is not None:
+                    if is_device and self._device is not _Device.HOST:
+                        raise TransportUnavailable(
+                            "llm.MemPoolConfig wants a pool of NPU memory, and this library allocates host memory only",
+                            transport="hixl",
+                            hint="allocate tensors with torch_npu, and register them",
+                        )
                     self._pools[is_device] = _pool_of(dd.cache_manager, pool)
         except BaseException:
             dd.abort()
@@ -277,10 +288,8 @@ class Engine:
         LLMException
             The description, an address or a key cannot be used.
         """
-        placement = Placement.HOST
-        if device and self._on_npu:
-            placement = Placement.DEVICE
-        elif device:
+        placement = Placement.DEVICE if device and self._device is not _Device.HOST else Placement.HOST
+        if device and placement is Placement.HOST:
             _warn_of_host_memory()
         held = self.run(
             "register_cache",
@@ -572,7 +581,7 @@ class Engine:
     def swap(self, sources: Tensors, source_addresses: Sequence[int], targets: Tensors,
              target_addresses: Sequence[int], pairs: dict[int, int]) -> None:  # fmt: skip
         """Copy blocks between two pieces of memory, one of the host and one of the device, caches or not."""
-        if self._on_npu:
+        if self._device is not _Device.HOST:
             raise LLMException(
                 "[swap_blocks] failed: it copies host memory only; copy NPU memory with torch: dst[i].copy_(src[j])",
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
@@ -812,8 +821,11 @@ class Engine:
         self.run("switch_role", switch)
 
 
-def _hixl_is_usable() -> bool:
-    return any(usable for name, usable, _ in _core.probe_transports(["hixl"]) if name == "hixl")
+def _device_of(dd: DataDist) -> _Device:
+    """Say what Placement.DEVICE means for a node. Where there are NPUs it never means host memory."""
+    if dd.transports.get("hixl") == "" or any(_DEV.glob("davinci[0-9]*")):
+        return _Device.HOST if host_npu.installed() else _Device.NPU
+    return _Device.HOST
 
 
 def _pool_of(caches: CacheManager, pool: Pool) -> MemoryPool:
