@@ -206,11 +206,11 @@ def test_the_guide_can_be_followed_at_a_prompt() -> None:
 def test_the_shell_commands_of_documents_exist() -> None:
     commands = {command.NAME for command in COMMANDS}
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for document in DOCUMENTS:
+    for document in (*DOCUMENTS, "docs/serving.md"):  # whose python needs a server: tests/test_serve_docs.py
         for block in blocks_of(document, (ROOT / document).read_text()):
             if block.language != "sh":
                 continue
-            for command in re.split(r"\s*&&\s*|\n", block.text.strip()):
+            for command in re.split(r"\s*&&\s*|\n", block.text.strip().replace("\\\n", "")):
                 words = command.split()
                 match words:
                     case ["pip", "install", "-e", what]:
@@ -223,6 +223,11 @@ def test_the_shell_commands_of_documents_exist() -> None:
                         assert set(named[1].split(",")) <= set(extras), command
                     case ["pytest"]:
                         pass
+                    case ["aiodatadist", "serve", role, *options]:
+                        said = run([sys.executable, "-m", "aiodatadist", "serve", role, "--help"], ROOT)
+                        assert all(option in said for option in options if option.startswith("--")), command
+                    case ["curl", *_]:
+                        assert document == "docs/serving.md", command  # tests/test_serve_docs.py has them run
                     case ["aiodatadist", name, *options]:
                         assert name in commands, command
                         said = run([sys.executable, "-m", "aiodatadist", name, "--help"], ROOT)
@@ -451,6 +456,7 @@ def test_the_readme_leads_to_all_documents() -> None:
     for wanted in (
         "docs/guide.md",
         "docs/embedding.md",
+        "docs/serving.md",
         "docs/design.md",
         "CHANGELOG.md",
         "CONTRIBUTING.md",

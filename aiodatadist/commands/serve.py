@@ -380,6 +380,7 @@ async def _run_cluster(arguments: argparse.Namespace) -> None:
         _stopping(False) as stop,
         local_cluster(counts, router_options=router_options, worker_options=worker_options) as cluster,
     ):
+        await cluster.wait_ready()
         for child in cluster.processes:
             print(f"{child.name:<12} {child.url}  process {child.process.pid}", flush=True)
         print(_curl(cluster.url, arguments.model), flush=True)

@@ -16,7 +16,8 @@ __all__ = ["READY", "Cluster", "ServeProcess", "local_cluster"]
 
 READY: Final = "ready"
 """First word of the line that a serving process prints when it is up; its role and its URL follow."""
-_START_LIMIT: Final = 120.0
+_START_LIMIT: Final = 300.0
+_REGISTER_LIMIT: Final = 60.0
 _STOP_LIMIT: Final = 20.0
 
 
@@ -108,6 +109,17 @@ class Cluster:
     def processes(self) -> list[ServeProcess]:
         """All of them."""
         return [self.router, *self.workers.values()]
+
+    async def wait_ready(self) -> None:
+        """Wait until the router has workers that can serve a request. Raises CommandError."""
+        from aiohttp import ClientSession
+
+        try:
+            async with asyncio.timeout(_REGISTER_LIMIT), ClientSession() as http:
+                while (await http.get(f"{self.url}/ready")).status != 200:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise CommandError(f"no workers came to {self.url} within {_REGISTER_LIMIT:g} s") from None
 
     async def start(self, role: str, options: Sequence[str] = ()) -> ServeProcess:
         """Start a process; `ServeProcess.wait_ready` says when it is up."""

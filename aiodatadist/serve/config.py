@@ -236,7 +236,7 @@ class WorkerConfig:
     modes
         Hand-overs to take part in.
     transports
-        Of the library, best first.
+        Of the library, best first. What else its Config has comes from the environment.
     drain
         Seconds for what is under way when the worker is told to stop; 0: it is aborted at once.
     api_key

@@ -246,7 +246,7 @@ async def worker(config: WorkerConfig) -> AsyncIterator[Worker]:
                     secrets.randbits(63),  # another one for each start: nothing of a dead process can be taken for it
                     adt.Role.PREFILL if config.role == "prefill" else adt.Role.DECODE,
                     listen=str(adt.Address(config.host, config.kv_port)),
-                    config=adt.Config(transports=config.transports, cluster_key=config.cluster_key),
+                    config=adt.Config.from_env(transports=config.transports, cluster_key=config.cluster_key),
                 )
             )
         here = Worker(config, engines, tokenizer, vocabulary, dd)
