@@ -16,6 +16,7 @@ from aiodatadist.commands import serve, serve_fastdeploy
 from aiodatadist.commands.serve_cluster import local_cluster
 from aiodatadist.errors import ConfigError, UsageError
 from aiodatadist.serve.config import HealthLimits, Timeouts
+from aiodatadist.serve.router import Router
 
 from .test_serve import client, complete, wait_for
 from .waiting import reserved_address
@@ -113,6 +114,8 @@ def test_the_choice_to_fail_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert router().wait_for_room
     monkeypatch.setenv(name, "0")
     assert not router().wait_for_room
+    hasty: Any = Router(router("--queue", "9"), None, None)  # type: ignore[arg-type]
+    assert hasty.admission._queue_size == 0
     monkeypatch.setenv(name, "yes")
     with pytest.raises(UsageError, match="give 0"):
         router()

@@ -81,5 +81,5 @@ async def test_counters_rise_with_requests_and_the_bench_reads_them() -> None:
         assert result["ends"] == {"ok": 8}
         assert [row["what"] for row in result["rows"]] == ["ttft", "tpot", "e2e"]
         assert all(0 < row["percentiles"][0] <= row["percentiles"][2] for row in result["rows"])
-        assert set(result["phases"]) == {"prefill", "transfer", "decode"}
+        assert set(result["phases"]) == {"queue", "prefill", "transfer", "decode"}
         assert result["router_share"] > 0

@@ -324,3 +324,9 @@ async def test_workers_that_take_turns_get_both_modes() -> None:
     # 100 are to be expected; 50 fewer come once in 10**11 runs.
     assert min(seen.values()) > 50
     assert sum(count for (name, mode), count in seen.items() if mode == "pull") == 400  # two halves of 200
+
+
+async def test_a_worker_says_of_its_transports_those_that_work_here() -> None:
+    config = WorkerConfig(role="decode", num_blocks=8, transports=("hixl", "tcp"))
+    async with worker(config) as here:
+        assert here.registration().transports == ["tcp"]

@@ -40,6 +40,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--mixed", metavar="URL", help="a mixed worker to compare the router's processor time with (one is started)"
     )
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the key that the API asks for")
+    group.add_argument(
+        "--cluster-key-file", type=Path, metavar="FILE", help="holds the secret of the cluster, to see its phases"
+    )
 
 
 @dataclass(slots=True)
@@ -70,6 +73,10 @@ def run_serve(arguments: argparse.Namespace) -> int:
     headers = {}
     if arguments.api_key_file is not None:
         headers["Authorization"] = f"Bearer {arguments.api_key_file.read_text().strip()}"
+    if arguments.cluster_key_file is not None:
+        from aiodatadist.serve.protocol import KEY_HEADER, internal_token
+
+        headers[KEY_HEADER] = internal_token(arguments.cluster_key_file.read_bytes().strip())
     result, rows = asyncio.run(_measure(arguments, headers))
     if arguments.json == "-":
         print(json.dumps(result, indent=2))
@@ -198,31 +205,39 @@ async def _cpu(http: ClientSession, url: str) -> float:
     return (await _metrics(http, url))["process_cpu_seconds_total"]
 
 
-async def _phases(http: ClientSession, url: str) -> dict[str, float]:
-    """Return the sums of the phases of all workers behind a router; none where it does not say who they are."""
+_PHASES: Final = ("queue", "prefill", "handover", "transfer", "decode")
+
+
+def _metric(phase: str, kind: str) -> str:
+    """Return the name of a phase's sum or count of seconds, of routers or of workers."""
+    if phase == "queue":
+        return f"aiodatadist_router_queue_seconds_{kind}"
+    return f'aiodatadist_phase_seconds_{kind}{{phase="{phase}"}}'
+
+
+async def _phases(http: ClientSession, url: str) -> Counter[str]:
+    """Return the sums of the phases of a router, or a mixed worker, and of all workers behind it that it names."""
     from aiohttp import ClientError
 
     found: Counter[str] = Counter()
+    wanted = {_metric(phase, kind) for phase in _PHASES for kind in ("sum", "count")}
     with contextlib.suppress(ClientError, OSError):
         async with http.get(f"{url}/registered") as reply:
             registered = await reply.json() if reply.status == 200 else {}
-        for worker in (worker for role in registered.values() for worker in role):
-            for name, value in (await _metrics(http, worker["url"])).items():
-                if name.startswith(("aiodatadist_phase_seconds_sum", "aiodatadist_phase_seconds_count")):
+        for each in (url, *(worker["url"] for role in registered.values() for worker in role)):
+            for name, value in (await _metrics(http, each)).items():
+                if name in wanted:
                     found[name] += value  # type: ignore[assignment]
-    return dict(found)
+    return found
 
 
-def _difference(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+def _difference(before: Counter[str], after: Counter[str]) -> dict[str, float]:
     """Return the mean seconds of each phase between two readings."""
     means = {}
-    for name in ("prefill", "transfer", "decode"):
-        total, count = (
-            after.get(key, 0.0) - before.get(key, 0.0)
-            for key in (f'aiodatadist_phase_seconds_{kind}{{phase="{name}"}}' for kind in ("sum", "count"))
-        )
+    for phase in _PHASES:
+        total, count = (after[name] - before[name] for name in (_metric(phase, "sum"), _metric(phase, "count")))
         if count > 0:
-            means[name] = total / count
+            means[phase] = total / count
     return means
 
 

@@ -172,7 +172,7 @@ class RouterConfig:
     scheduler
         Share the work with other routers by way of Redis; None: each request is served where it comes in.
     wait_for_room
-        With a scheduler: requests wait while workers have no room, or there are none; False: they fail at once.
+        Requests wait while workers have no room (with a scheduler also while there are none); False: they fail at once.
     """
 
     host: str = "127.0.0.1"

@@ -75,7 +75,7 @@ class Router:
         self.router_id = secrets.token_hex(8)
         self.registry = Registry(config.health)
         self.metrics = RouterMetrics()
-        self.admission = Admission(self._room, config.queue_size, config.queue_wait)
+        self.admission = Admission(self._room, config.queue_size if config.wait_for_room else 0, config.queue_wait)
         self.metrics.gauge("router_queue", "Requests that wait to be let in", lambda: self.admission.waiting)
         self.metrics.watch_members(self._member_metrics)
         self.dispatcher = Dispatcher(config, self.registry, legs, self.metrics)

@@ -140,7 +140,8 @@ class Worker:
     def registration(self) -> Registration:
         """Return what a router has to know now."""
         card = self.units.first.card
-        transfers = self._dd is not None
+        # Of those that were asked for: a pair must not be made for one that cannot be used here.
+        usable = [] if self._dd is None else [name for name, why in self._dd.transports.items() if not why]
         return Registration(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
@@ -151,8 +152,8 @@ class Worker:
             layout=self.units.first.layout,
             max_positions=card.max_positions,
             slots=self.units.first.slots * self.config.engines,
-            transports=list(self.config.transports) if transfers else [],
-            modes=list(self.config.modes) if transfers else [],
+            transports=usable,
+            modes=list(self.config.modes) if self._dd is not None else [],
             peer=self.peer,
             load=self.units.load(),
             draining=self.draining,
