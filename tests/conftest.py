@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -76,6 +77,27 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     required = ", ".join(sorted(_required)) or "nothing"
     return f"aiodatadist: loop {config.getoption('--loop')}, scale {_scale:g}, required: {required}"
+
+
+# --- the tests of verbs ---------------------------------------------------------------------------
+#
+# They run on emulated processors, on which importing every module takes minutes: with `-m verbs`, a module is only
+# looked at if its text has the word. That this leaves none out is checked wherever all are collected.
+
+
+def _names_verbs(path: Path) -> bool:
+    return "verbs" in path.read_text().casefold()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    wanted = config.getoption("markexpr") == "verbs" and collection_path.match("test_*.py")
+    return True if wanted and not _names_verbs(collection_path) else None
+
+
+def _check_names(items: list[pytest.Item]) -> None:
+    unnamed = {item.path for item in items if item.get_closest_marker("verbs") and not _names_verbs(item.path)}
+    if unnamed:
+        raise pytest.UsageError(f"has tests of verbs, and must name it: {', '.join(map(str, sorted(unnamed)))}")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -162,7 +184,9 @@ def hixl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Controls]:
     assert controls.violations() == []
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _check_names(items)
     for item in items:
         if item.get_closest_marker("hixl"):
             item.add_marker(pytest.mark.usefixtures("hixl"))

@@ -31,10 +31,14 @@ from .peers import spawn
 from .waiting import PATIENCE, until
 
 PATHS = ("library", "ordinary", "tcp")
+# Those that name a transport; the others are memory, moved by shm.
+_TRANSPORTS = {"tcp": "tcp", "verbs": "verbs"}
 # Small blocks: 1,024 of them in any order are a batch, so that a transfer takes many batches and long, and the filling
 # and checking around it does not.
 TENSORS = 4
 LANE_BLOCKS = 4096
+# Over verbs each block is a request of its own, and where there is no NIC the kernel makes packets of them.
+LANE_BLOCKS_VERBS = 512
 BLOCK_BYTES = 64
 LANES = 4
 _BRAKE_BLOCKS = 32 * LANE_BLOCKS
@@ -201,8 +205,8 @@ class Lane:
 
     def __init__(self, bench: Bench, index: int) -> None:
         self.bench = bench
-        self.first = index * LANE_BLOCKS
-        span = slice(self.first, self.first + LANE_BLOCKS)
+        self.first = index * bench.lane_blocks
+        span = slice(self.first, self.first + bench.lane_blocks)
         self.local = [rows[span] for rows in bench.local_rows]
         self.source = [rows[span] for rows in bench.source_rows]
         self.target = [rows[span] for rows in bench.target_rows]
@@ -237,14 +241,15 @@ class Lane:
     ) -> tuple[adt.Transfer[None], Callable[[adt.Transfer[None]], None]]:
         """Start a transfer; return it and what checks its data."""
         bench = self.bench
-        count = rng.choice((0, 1, 200, 1200, 2800, LANE_BLOCKS, LANE_BLOCKS, LANE_BLOCKS))
+        size = bench.lane_blocks
+        count = rng.choice((0, 1, size // 20, size * 3 // 10, size * 7 // 10, size, size, size))
         pull = rng.random() < 0.5
         if rng.random() < 0.75:
             order = np.random.default_rng(rng.getrandbits(64))
-            here, there = order.permutation(LANE_BLOCKS)[:count], order.permutation(LANE_BLOCKS)[:count]
+            here, there = order.permutation(size)[:count], order.permutation(size)[:count]
         else:
-            here = np.arange(count) + rng.randint(0, LANE_BLOCKS - count)
-            there = np.arange(count) + rng.randint(0, LANE_BLOCKS - count)
+            here = np.arange(count) + rng.randint(0, size - count)
+            there = np.arange(count) + rng.randint(0, size - count)
         value = rng.randrange(FENCED)
         self.cut = f"{'pull' if pull else 'push'} of {count} blocks"
         if pull:
@@ -328,8 +333,8 @@ class Lane:
             raise self.broken("cancelled, and nobody asked for it")
         await pause(rng.choice((0.0, 0.0005, 0.003)))
         self.check("a little later")
-        # Without any time to drain a fence over tcp shuts the peer out, and the other lanes with it.
-        patient = bench.path != "tcp" or bench.mine._config.drain_timeout > 0
+        # Without any time to drain a fence shuts the peer out but for shm, and the other lanes with it.
+        patient = transport_of(bench.path) == "shm" or bench.mine._config.drain_timeout > 0
         if rng.random() < 0.1 and patient and self.cut.startswith("push"):
             await bench.theirs.fence(bench.mine.cluster_id)
             for rows in self.target:
@@ -358,6 +363,7 @@ class Bench:
 
     def __init__(self, path: str, mine: adt.DataDist, theirs: adt.DataDist) -> None:
         self.path = path
+        self.lane_blocks = lane_blocks(path)
         self.mine = mine
         self.theirs = theirs
         self.manager = mine.cache_manager
@@ -365,7 +371,7 @@ class Bench:
         self.failures: list[BaseException] = []
 
     async def _set_up(self, memory: str, lanes: int) -> None:
-        blocks = lanes * LANE_BLOCKS
+        blocks = lanes * self.lane_blocks
         self.local, self.local_rows = make_cache(self.mine, blocks, memory, None)
         self.source, self.source_rows = make_cache(self.theirs, blocks, memory, 1)
         self.target, self.target_rows = make_cache(self.theirs, blocks, memory, 2)
@@ -379,7 +385,7 @@ class Bench:
             await cache.ready()
         assert self.theirs.listen_address is not None
         self.link = await self.mine.link(adt.ClusterInfo(self.theirs.cluster_id, str(self.theirs.listen_address)))
-        assert self.link.path.transport == ("tcp" if self.path == "tcp" else "shm"), self.link.path
+        assert self.link.path.transport == transport_of(self.path), self.link.path
         self.lanes = [Lane(self, index) for index in range(lanes)]
 
     def raise_failures(self) -> None:
@@ -447,8 +453,20 @@ def make_cache(dd: adt.DataDist, blocks: int, memory: str, model_id: int | None)
     return cache, list(cache.tensors)
 
 
+def lane_blocks(path: str) -> int:
+    return LANE_BLOCKS_VERBS if path == "verbs" else LANE_BLOCKS
+
+
+def transport_of(path: str) -> str:
+    return _TRANSPORTS.get(path, "shm")
+
+
+def memory_of(path: str) -> str:
+    return "ordinary" if path in ("ordinary", "verbs") else "library"
+
+
 def config_of(path: str, **options: Any) -> adt.Config:
-    return adt.Config(transports=("tcp",) if path == "tcp" else ("shm",), **options)
+    return adt.Config(transports=(transport_of(path),), **options)
 
 
 @contextlib.asynccontextmanager
@@ -461,7 +479,7 @@ async def bench(path: str, *, lanes: int = LANES, **options: Any) -> AsyncIterat
         adt.DataDist(first, config=config) as mine,
     ):
         made = Bench(path, mine, theirs)
-        await made._set_up("ordinary" if path == "ordinary" else "library", lanes)
+        await made._set_up(memory_of(path), lanes)
         yield made
 
 
@@ -597,27 +615,29 @@ class KillBench:
     def __init__(self, path: str, mine: adt.DataDist) -> None:
         self.path = path
         self.mine = mine
-        self.memory = "ordinary" if path == "ordinary" else "library"
-        self.blocks = LANES * LANE_BLOCKS
+        self.memory = memory_of(path)
+        self.lane_blocks = lane_blocks(path)
+        self.blocks = LANES * self.lane_blocks
         self.tally = Tally()
 
     async def _set_up(self) -> None:
         self.local, rows = make_cache(self.mine, self.blocks, self.memory, None)
         self.exposed, self.exposed_rows = make_cache(self.mine, self.blocks, self.memory, 1)
-        self.lanes = [
-            [tensor[index * LANE_BLOCKS : (index + 1) * LANE_BLOCKS] for tensor in rows] for index in range(LANES)
-        ]
+        size = self.lane_blocks
+        self.lanes = [[tensor[index * size : (index + 1) * size] for tensor in rows] for index in range(LANES)]
         await self.local.ready()
         await self.exposed.ready()
 
     async def _lane(self, index: int, rng: random.Random, value: int, pattern: int) -> None:
         """Transfer until the peer is lost."""
         rows = self.lanes[index]
-        order = np.random.default_rng(rng.getrandbits(64)).permutation(LANE_BLOCKS) + index * LANE_BLOCKS
+        size = self.lane_blocks
+        first = index * size
+        order = np.random.default_rng(rng.getrandbits(64)).permutation(size) + first
         wrong: list[str] = []
         while True:
             pull = rng.random() < 0.5
-            blocks = order[: rng.choice((1, 1200, LANE_BLOCKS))]
+            blocks = order[: rng.choice((1, size * 3 // 10, size))]
             start = self.mine.cache_manager.pull_blocks if pull else self.mine.cache_manager.push_blocks
             if not pull:
                 for tensor in rows:
@@ -629,7 +649,7 @@ class KillBench:
                     tensor[:] = pattern
                 return
 
-            own = blocks - index * LANE_BLOCKS
+            own = blocks - first
 
             def reuse(done: asyncio.Future[None], pull: bool = pull, own: Any = own) -> None:
                 well = not done.cancelled() and done.exception() is None
@@ -660,7 +680,7 @@ class KillBench:
             shape = (self.blocks, BLOCK_BYTES)
             await peer.cache("kv", tensors=TENSORS, shape=shape, memory=self.memory, model_id=1, value=value)
             link = await self.mine.link(peer.info)
-            assert link.path.transport == ("tcp" if self.path == "tcp" else "shm"), link.path
+            assert link.path.transport == transport_of(self.path), link.path
             # What the peer pushes and what it pulls into is not what is pulled from it.
             await peer.cache("own", tensors=TENSORS, shape=shape, memory=self.memory, model_id=None, value=value)
             for kind in ("push", "pull") if rng.random() < 0.3 else ("push",):

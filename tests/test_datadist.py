@@ -47,10 +47,12 @@ pytestmark = pytest.mark.loop
 
 LISTEN = "127.0.0.1:0"
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp"])
+EVERY_TRANSPORT = pytest.mark.parametrize("transport", ["shm", "tcp", pytest.param("verbs", marks=pytest.mark.verbs)])
 
 
 def config(transport: str = "shm", **changes: Any) -> Config:
-    return Config(transports=("shm", "tcp") if transport == "shm" else ("tcp",), **changes)
+    transports = {"shm": ("shm", "tcp"), "verbs": ("verbs",)}.get(transport, ("tcp",))
+    return Config(transports=transports, **changes)
 
 
 def info(dd: DataDist) -> ClusterInfo:
@@ -222,7 +224,7 @@ async def test_closing_unlinks_and_the_peer_sees_it(transport: str) -> None:
         assert a.links == {}
 
 
-@TRANSPORTS
+@EVERY_TRANSPORT
 async def test_closing_lets_running_transfers_end(transport: str) -> None:
     tensors = [np.full((64, 1 << 20), 5, np.uint8)]
     async with DataDist(1, listen=LISTEN, config=config(transport)) as a:
@@ -278,7 +280,7 @@ async def test_closing_does_not_wait_for_a_transfer_that_somebody_else_ended(tra
             await b.aclose()
 
 
-@TRANSPORTS
+@EVERY_TRANSPORT
 async def test_abort_ends_everything_at_once(transport: str) -> None:
     async with DataDist(1, listen=LISTEN, config=config(transport)) as a:
         theirs = a.cache_manager.register_blocks_cache([np.ones((64, 1 << 20), np.uint8)], key=BlocksCacheKey(1))
@@ -465,7 +467,7 @@ async def test_s1_another_thread_or_loop_is_told() -> None:
         assert dd.stats()["links"] == {}
 
 
-@TRANSPORTS
+@EVERY_TRANSPORT
 async def test_a_forked_child_is_inert(transport: str) -> None:
     async with DataDist(1, listen=LISTEN, config=config(transport)) as a, DataDist(2, config=config(transport)) as b:
         cache = b.cache_manager.register_blocks_cache([np.zeros((4, 8), np.uint8)])
@@ -573,7 +575,7 @@ def test_loops_one_after_the_other_in_one_thread() -> None:
 # Real peers. ------------------------------------------------------------------------------------------------
 
 
-@TRANSPORTS
+@EVERY_TRANSPORT
 async def test_killing_the_peer_fails_all_that_is_pending_and_relinking_needs_no_force(transport: str) -> None:
     # A death is seen, and not waited for until heartbeats are missed.
     slow = {"transports": config(transport).transports, "heartbeat_limit": 600.0}
@@ -618,7 +620,7 @@ async def kill_and_relink(dd: DataDist, address: str, slow: dict[str, Any]) -> N
     assert seen == [LinkState.LINKING, LinkState.READY, LinkState.BROKEN]
 
 
-@TRANSPORTS
+@EVERY_TRANSPORT
 @pytest.mark.hang_limit(300)
 async def test_fifty_crashes_and_relinks_leave_nothing(transport: str, scale: Callable[..., int]) -> None:
     transports = config(transport).transports
@@ -628,7 +630,8 @@ async def test_fifty_crashes_and_relinks_leave_nothing(transport: str, scale: Ca
         mine = dd.cache_manager.register_blocks_cache([np.zeros((64, 16384), np.uint8)], key=BlocksCacheKey(2))
         await mine.ready()
         before: tuple[int, ...] | None = None
-        for number in range(scale(50, least=5)):
+        # Verbs are tested on emulated processors, where each is a matter of seconds.
+        for number in range(scale(15 if transport == "verbs" else 50, least=5)):
             async with spawn(1, listen=address, transports=transports) as peer:
                 await peer.cache("kv", tensors=1, value=number % 251)
                 if number % 2:

@@ -1,4 +1,4 @@
-"""Every direction, kind of key, layer range and batch slot gives what numpy gives, over shm and tcp."""
+"""Every direction, kind of key, layer range and batch slot gives what numpy gives, over every transport."""
 
 from __future__ import annotations
 
@@ -66,8 +66,11 @@ def key_of(slot: int, cache: adt.Cache, by_key: bool) -> adt.CacheKey | adt.Cach
 
 
 @contextlib.asynccontextmanager
-async def sides(transport: str, allocated: bool, dtype: str) -> AsyncIterator[tuple[Pair, Side, Side]]:
-    async with linked(transport) as pair:
+async def sides(
+    transport: str, allocated: bool, dtype: str, **options: dict[str, Any]
+) -> AsyncIterator[tuple[Pair, Side, Side]]:
+    """Link two nodes with caches; `options` are those of `pairs.linked`."""
+    async with linked(transport, **options) as pair:
         made = []
         for number, dd in enumerate((pair.owner, pair.user)):
             caches, remote = dd.cache_manager, "rw" if dd is pair.owner else None
@@ -189,23 +192,30 @@ def start(pair: Pair, move: dict[str, Any], owner: Side, user: Side) -> adt.Tran
     return (caches.push_blocks if push else caches.pull_blocks)(key, cache, source, destination, **options)
 
 
+async def run_moves(
+    sequence: list[dict[str, Any]], pair: Pair, owner: Side, user: Side, *, allocated: bool = False
+) -> None:
+    """Make the moves one after the other, and compare all memory with numpy's at the end."""
+    for move in sequence:
+        source, destination = (user, owner) if move["push"] else (owner, user)
+        if allocated and not move["push"] and move["slots"][0] == 0 and "batch to" in move["way"]:
+            continue  # the first such pull takes the key, which has tests of its own
+        expect(move, source, destination)
+        await start(pair, move, owner, user)
+    owner.check()
+    user.check()
+
+
 @pytest.mark.sanitize
 @pytest.mark.parametrize("allocated", [True, False], ids=["library", "ordinary"])
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", pytest.param("verbs", marks=pytest.mark.verbs)])
 def test_every_direction_equals_numpy(transport: str, allocated: bool, scale: Callable[[int], int]) -> None:
     @settings(max_examples=scale(40), deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(moves(), min_size=1, max_size=25), st.sampled_from(["uint8", "float16", "int64"]))
     def run(sequence: list[dict[str, Any]], dtype: str) -> None:
         async def body() -> None:
             async with sides(transport, allocated, dtype) as (pair, owner, user):
-                for move in sequence:
-                    source, destination = (user, owner) if move["push"] else (owner, user)
-                    if allocated and not move["push"] and move["slots"][0] == 0 and "batch to" in move["way"]:
-                        continue  # the first such pull takes the key, which has tests of its own
-                    expect(move, source, destination)
-                    await start(pair, move, owner, user)
-                owner.check()
-                user.check()
+                await run_moves(sequence, pair, owner, user, allocated=allocated)
 
         asyncio.run(body())
 

@@ -1,4 +1,4 @@
-"""The engine by itself: two native nodes in one process, every path, with threads and in step mode."""
+"""The engine by itself: two native nodes in one process, every path, verbs too, with threads and in step mode."""
 
 from __future__ import annotations
 

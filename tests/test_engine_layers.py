@@ -1,4 +1,7 @@
-"""The engine's operations that wait at a gate, without what Python makes of them; and what peers may say of layers."""
+"""The engine's operations that wait at a gate, over every path, verbs too, without what Python makes of them.
+
+And what peers may say of layers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random geometries, block lists and ranges of tensors, over every path, against numpy."""
+"""Random geometries, block lists and ranges of tensors, over every path, verbs among them, against numpy."""
 
 from __future__ import annotations
 

@@ -31,9 +31,10 @@ pytestmark = pytest.mark.loop
 
 # Called in this thread, without the GIL.
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp", pytest.param("verbs", marks=pytest.mark.verbs)])
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@TRANSPORTS
 async def test_layers_land_as_a_thread_records_them(transport: str) -> None:
     async with linked(transport) as pair:
         here, there = await both(pair)
@@ -245,7 +246,7 @@ async def test_records_after_a_cancel_go_nowhere() -> None:
         assert layers_there(here, there) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@TRANSPORTS
 async def test_layers_that_never_come_end_by_the_deadline(transport: str) -> None:
     async with linked(transport) as pair:
         here, there = await both(pair)

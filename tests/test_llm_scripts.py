@@ -115,17 +115,27 @@ PAIRS: dict[str, tuple[str, str]] = {
 }
 
 
-def run_pair(nursery: Nursery, script: str, memory: str, where: list[str]) -> None:
+def run_pair(nursery: Nursery, script: str, memory: str, where: list[str], *variables: str) -> None:
     options = ["--memory", memory]
     if script == "link_by_rank_table.py":
         options += ["--name", where[0]]
-    pair = [["--cpu", *command(script, role, where, *options)] for role in "pd"]
+    pair = [[*variables, "--cpu", *command(script, role, where, *options)] for role in "pd"]
     assert said(nursery.run(*pair)) == list(PAIRS[script])
 
 
 @pytest.mark.parametrize("script", PAIRS)
 def test_scripts(script: str, nursery: Nursery, addresses: list[str]) -> None:
     run_pair(nursery, script, "numpy", addresses)
+
+
+OVER_VERBS = "AIODATADIST_TRANSPORTS=verbs"
+
+
+@pytest.mark.verbs
+@pytest.mark.parametrize("script", PAIRS)
+def test_scripts_over_verbs(script: str, nursery: Nursery, addresses: list[str]) -> None:
+    """No other transport could take over."""
+    run_pair(nursery, script, "numpy", addresses, OVER_VERBS)
 
 
 # Those that differ in what they do with memory.
@@ -162,14 +172,15 @@ def test_members_on_two_hosts(nursery: Nursery, addresses: list[str]) -> None:
     assert said(nursery.run(*pair)) == ["every block is right"] * 2
 
 
-def test_one_decoder_and_three_prompts(nursery: Nursery, addresses: list[str]) -> None:
+@pytest.mark.parametrize("variables", [(), pytest.param((OVER_VERBS,), marks=pytest.mark.verbs)], ids=["", "verbs"])
+def test_one_decoder_and_three_prompts(nursery: Nursery, addresses: list[str], variables: tuple[str, ...]) -> None:
     script, memory = str(SCRIPTS / "three_prompts.py"), ["--memory", "numpy"]
     prompts = addresses[:3]
     four = [
-        [script, "--role", "p", "--number", str(number), "--prompt", address, *memory]
+        [*variables, script, "--role", "p", "--number", str(number), "--prompt", address, *memory]
         for number, address in enumerate(prompts, 1)
     ]
-    four.append([script, "--role", "d", "--prompts", *prompts, *memory])
+    four.append([*variables, script, "--role", "d", "--prompts", *prompts, *memory])
     assert said(nursery.run(*four)) == ["the blocks were pulled"] * 3 + ["every block is right"]
 
 

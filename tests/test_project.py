@@ -58,7 +58,6 @@ FAULTS = re.findall(
     """,
 )
 NOT_YET = {
-    "M1": "shm and tcp register memory of any size; devices with a limit come with verbs",
     "M4": "alignment and numbers of registrations are limits of hixl",
     "D4": "mapping tensor-parallel ranks comes with serving",
     "H1": "metadata in a store comes with serving",
