@@ -53,8 +53,13 @@ struct Opened {
             load(handle, "ibv_fork_init", lib.fork_init) && load(handle, "ibv_wc_status_str", lib.wc_status_str);
         if (!all) return;
         // Before anything is registered: on kernels that do not copy pinned pages at fork, a parent would go on with
-        // other pages than its device. There the child loses registered memory instead.
-        const int code = lib.fork_init();
+        // other pages than its device. There the child loses registered memory instead, and whatever shares its pages.
+        // Newer libraries say whether that is needed, and do it even where it is not.
+        int (*fork_status)() = nullptr;
+        void *const found = dlsym(handle, "ibv_is_fork_initialized");
+        if (found != nullptr) std::memcpy(&fork_status, &found, sizeof(found));
+        constexpr int kForkUnneeded = 2;  // IBV_FORK_UNNEEDED
+        const int code = fork_status != nullptr && fork_status() == kForkUnneeded ? 0 : lib.fork_init();
         if (code != 0) {
             why = "ibv_fork_init: " + errno_text(code) + ": a fork would take registered memory from the device";
             return;
@@ -334,7 +339,7 @@ VerbsDevice::VerbsDevice(const VerbsLibrary &library, const std::string &wanted)
     check(channel != nullptr, "ibv_create_comp_channel");
     note_descriptor(channel->fd, true);
     check(fcntl(channel->fd, F_SETFL, fcntl(channel->fd, F_GETFL) | O_NONBLOCK) == 0, "fcntl of the channel");
-    scratch_mr = lib.reg_mr(pd, &scratch, sizeof(scratch), IBV_ACCESS_LOCAL_WRITE);
+    scratch_mr = lib.reg_mr(pd, scratch, 1, IBV_ACCESS_LOCAL_WRITE);
     check(scratch_mr != nullptr, "ibv_reg_mr (RLIMIT_MEMLOCK?)");
 }
 

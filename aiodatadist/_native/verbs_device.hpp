@@ -81,8 +81,9 @@ class VerbsDevice : Counted<Live::rdma_device> {
     ibv_pd *pd = nullptr;
     ibv_comp_channel *channel = nullptr;
     ibv_device_attr attr{};
-    // Where the read that ends a write lands; nobody looks at it.
-    alignas(64) uint64_t scratch = 0;
+    // Where the read that ends a write lands; nobody looks at it. Pages of its own, of whatever size: where a forked
+    // child loses registered memory, it must not lose what the allocator keeps beside it.
+    alignas(65536) char scratch[65536] = {};
     ibv_mr *scratch_mr = nullptr;
 
     uint64_t max_registration() const;

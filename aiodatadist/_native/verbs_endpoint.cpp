@@ -494,7 +494,7 @@ bool VerbsEndpoint::post_some(Work &work, News &news) {
             const adt_chunk_t &chunk = batch.chunks[batch.count - 1];
             const uint64_t address = remote.tensors[chunk.remote_tensor] + chunk.remote_offset + chunk.length - 1;
             start(IBV_WR_RDMA_READ, address, remote.find(address)->rkey);
-            add(reinterpret_cast<const char *>(&device_->device.scratch), 1, device_->device.scratch_mr->lkey);
+            add(device_->device.scratch, 1, device_->device.scratch_mr->lkey);
         }
     }
     work.ended = ended;
