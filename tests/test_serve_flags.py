@@ -169,6 +169,14 @@ def test_one_command_hands_its_limits_and_keys_on(tmp_path: Path) -> None:
         assert (config.api_key, config.cluster_key) == ("sesame", b"sesame")
 
 
+def test_words_that_are_no_limits_and_keys_of_a_check_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        router("--timeout", "idle")
+    assert "'idle' is not NAME=NUMBER" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="leave --api-key-file"):
+        serve._cluster_options(parse("pd", "--check", "--api-key-file", "key"))
+
+
 @pytest.mark.hang_limit(240)
 async def test_workers_with_these_flags_serve() -> None:
     async with client() as http, local_cluster({}) as cluster:

@@ -8,8 +8,8 @@
   aiodatadist serve mixed                            prefill and decode in one process, with a router or without
   aiodatadist serve worker --splitwise-role prefill  the same with FastDeploy's flags
 
-Needs `pip install 'aiodatadist[serve]'`. The model is a small one that ships; with --model smollm2 it is a real one,
-see `aiodatadist demo --help`.
+Needs `pip install 'aiodatadist[serve]'`; docs/serving.md says more. The model is a small one that ships; with --model
+smollm2 it is a real one, see `aiodatadist demo --help`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from aiodatadist.errors import ConfigError, ExtraMissing
+from aiodatadist.errors import ConfigError, ExtraMissing, UsageError
 from aiodatadist.model import MODEL_NAMES, find_model
 
 from . import serve_fastdeploy as fastdeploy
@@ -183,7 +183,10 @@ class _NamedNumber:
     def __init__(self, text: str) -> None:
         self.text = text
         self.name, _, number = text.partition("=")
-        self.number = float(number)
+        try:
+            self.number = float(number)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not NAME=NUMBER") from None
 
 
 def _settings(default: Any, given: Sequence[_NamedNumber], option: str) -> Any:
@@ -349,6 +352,10 @@ def _cluster_options(arguments: argparse.Namespace) -> tuple[list[str], list[str
     worker_options += ["--dp", str(arguments.dp), "--transports", ",".join(arguments.transports)]
     if arguments.num_blocks is not None:
         worker_options += ["--num-blocks", str(arguments.num_blocks)]
+    if arguments.check and (arguments.api_key_file or arguments.cluster_key_file):
+        raise UsageError(
+            "--check looks into its workers and has no keys; leave --api-key-file and --cluster-key-file out"
+        )
     for option, file in (
         ("--api-key-file", arguments.api_key_file),
         ("--cluster-key-file", arguments.cluster_key_file),
