@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,11 @@ pytest.importorskip("aiohttp", reason="serving needs aiohttp")
 
 from aiodatadist import _core
 from aiodatadist.commands import serve, serve_fastdeploy
-from aiodatadist.commands.serve_cluster import local_cluster
 from aiodatadist.errors import ConfigError, UsageError
 from aiodatadist.serve.config import HealthLimits, Timeouts
 from aiodatadist.serve.router import Router
 
+from .serve_local import inner_cluster
 from .test_serve import client, complete, wait_for
 from .waiting import reserved_address
 
@@ -179,14 +180,14 @@ def test_words_that_are_no_limits_and_keys_of_a_check_are_refused(capsys: pytest
 
 @pytest.mark.hang_limit(240)
 async def test_workers_with_these_flags_serve() -> None:
-    async with client() as http, local_cluster({}) as cluster:
+    async with client() as http, inner_cluster({}) as cluster, contextlib.AsyncExitStack() as stack:
         address = cluster.url.removeprefix("http://")
         with reserved_address() as metrics:
             port = metrics.rsplit(":", 1)[1]
             for role, more in (("prefill", ("--metrics-port", port)), ("decode", ())):
                 flags = ("--splitwise-role", role, "--router", address, "--cache-transfer-protocol", "ipc,tcp")
-                child = await cluster.start("worker", (*flags, "--rdma-comm-ports", "1", *more))
-                await child.wait_ready()
+                config = worker(*flags, "--rdma-comm-ports", "1", *more)
+                await stack.enter_async_context(serve._worker(config))
             await wait_for(http, cluster, prefill=1, decode=1)
             assert (await complete(http, cluster.url, False, prompt="Once upon a time"))["tokens"]
             async with http.get(f"http://{metrics}/metrics") as reply:

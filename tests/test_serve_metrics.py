@@ -10,13 +10,14 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="serving needs aiohttp")
 pytest.importorskip("prometheus_client", reason="serving needs prometheus-client")
+pytest.importorskip("threadpoolctl", reason="serving needs threadpoolctl")
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from aiodatadist.commands.children import child_environment
-from aiodatadist.commands.serve_cluster import local_cluster
 from aiodatadist.serve.metrics import Histogram, WorkerMetrics
 
+from .serve_local import inner_cluster
 from .test_serve import all_idle, busy_gauges, client, complete, gauges, wait_for
 
 
@@ -47,7 +48,7 @@ def test_a_phase_that_fails_is_counted_and_over() -> None:
 @pytest.mark.hang_limit(240)
 async def test_counters_rise_with_requests_and_the_bench_reads_them() -> None:
     counts = {"prefill": 1, "decode": 1}
-    async with client() as http, local_cluster(counts) as cluster:
+    async with client() as http, inner_cluster(counts) as cluster:
         await wait_for(http, cluster, **counts)
         prompt = "a" * 100
         for _ in range(2):
@@ -60,7 +61,8 @@ async def test_counters_rise_with_requests_and_the_bench_reads_them() -> None:
         assert prefill["aiodatadist_prompt_tokens_total"] == 202
         assert prefill["aiodatadist_prefix_hit_tokens_total"] == 96
         assert decode['aiodatadist_kv_transfer_seconds_count{mode="pull"}'] == 2
-        assert decode['aiodatadist_kv_bytes_total{mode="pull"}'] % (2 * 7) == 0
+        # Seven blocks of 16 tokens, each time: 4 layers, keys and values, 2 heads of 32 numbers of 4 bytes.
+        assert decode['aiodatadist_kv_bytes_total{mode="pull"}'] == 2 * 7 * 16 * 4 * 2 * 2 * 32 * 4
 
         body = {"model": "small", "prompt": prompt, "max_tokens": 1500, "ignore_eos": True, "stream": True}
         reply = await http.post(f"{cluster.url}/v1/completions", json=body)

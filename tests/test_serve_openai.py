@@ -11,12 +11,12 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="serving needs aiohttp")
 pytest.importorskip("prometheus_client", reason="serving needs prometheus-client")
+pytest.importorskip("threadpoolctl", reason="serving needs threadpoolctl")
 pytest.importorskip("openai", reason="needs the openai client")
 
 from openai import APIError, APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestError, NotFoundError
 
-from aiodatadist.commands.serve_cluster import Cluster, local_cluster
-
+from .serve_local import InnerCluster, inner_cluster
 from .test_serve import all_idle, busy_gauges, client, gauges, post, wait_for
 from .waiting import PATIENCE
 
@@ -24,7 +24,7 @@ COUNTS = [{"prefill": 1, "decode": 1}, {"mixed": 1}]
 LONG = {"ignore_eos": True}
 
 
-def openai_client(cluster: Cluster, key: str = "any") -> Any:  # its overloads do not take a dict
+def openai_client(cluster: InnerCluster, key: str = "any") -> Any:  # its overloads do not take a dict
     return AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
 
 
@@ -33,7 +33,7 @@ def openai_client(cluster: Cluster, key: str = "any") -> Any:  # its overloads d
 async def test_chats_completions_and_models_with_several_engines_behind_each_worker(counts: dict[str, int]) -> None:
     async with (
         client() as http,
-        local_cluster(counts, worker_options=("--dp", "2", "--num-blocks", "64")) as cluster,
+        inner_cluster(counts, worker_options=("--dp", "2", "--num-blocks", "64")) as cluster,
         openai_client(cluster) as ai,
     ):
         await wait_for(http, cluster, **counts)
@@ -74,7 +74,7 @@ async def test_keys_are_asked_for_and_faults_have_their_types(tmp_path: Path) ->
     counts = {"prefill": 1, "decode": 1}
     async with (
         client() as http,
-        local_cluster(counts, router_options=keys, worker_options=keys) as cluster,
+        inner_cluster(counts, router_options=keys, worker_options=keys) as cluster,
         openai_client(cluster, "sesame") as ai,
         openai_client(cluster, "simsim") as stranger,
     ):
@@ -104,7 +104,7 @@ async def test_keys_are_asked_for_and_faults_have_their_types(tmp_path: Path) ->
 @pytest.mark.hang_limit(240)
 @pytest.mark.parametrize("counts", COUNTS, ids=["pair", "mixed"])
 async def test_an_abort_ends_a_stream_with_a_code_and_a_whole_answer_with_a_status(counts: dict[str, int]) -> None:
-    async with client() as http, local_cluster(counts) as cluster, openai_client(cluster) as ai:
+    async with client() as http, inner_cluster(counts) as cluster, openai_client(cluster) as ai:
         await wait_for(http, cluster, **counts)
         asked = {"model": "small", "prompt": "Once", "max_tokens": 2000, "extra_body": LONG}
         stream = await ai.completions.create(**asked, stream=True)
@@ -130,7 +130,7 @@ async def test_an_abort_ends_a_stream_with_a_code_and_a_whole_answer_with_a_stat
 
 @pytest.mark.hang_limit(240)
 async def test_leaving_a_stream_frees_what_it_held() -> None:
-    async with client() as http, local_cluster({"mixed": 1}) as cluster, openai_client(cluster) as ai:
+    async with client() as http, inner_cluster({"mixed": 1}) as cluster, openai_client(cluster) as ai:
         await wait_for(http, cluster, mixed=1)
         stream = await ai.completions.create(
             model="small", prompt="Once", max_tokens=2000, stream=True, extra_body=LONG

@@ -29,7 +29,8 @@ from aiodatadist.serve.openai import read_request
 from aiodatadist.serve.redis_scheduler import RedisScheduler, Scheduled
 from aiodatadist.serve.redis_store import Result, Store, pack
 
-from .test_serve import client, complete, events, get, post, wait_for
+from .serve_local import inner_cluster, local_worker
+from .test_serve import Server, client, complete, events, get, post, wait_for
 from .waiting import PATIENCE, until
 
 pytestmark = [pytest.mark.redis, pytest.mark.hang_limit(240)]
@@ -39,7 +40,7 @@ LONG: dict[str, Any] = {
     "model": "small",
     "prompt": "Once upon a time",
     "temperature": 0,
-    "max_tokens": 400,
+    "max_tokens": 300,
     "ignore_eos": True,
 }
 
@@ -110,17 +111,25 @@ async def redis_server(folder: Path, *, appendonly: bool = True) -> AsyncIterato
 
 
 @contextlib.asynccontextmanager
-async def two_fronts(server: RedisServer, workers: int = 1) -> AsyncIterator[tuple[Cluster, ServeProcess]]:
-    """Run two routers of one topic; the workers know the first alone, so that it serves all."""
-    async with local_cluster({"mixed": workers}, router_options=server.options()) as cluster:
+async def two_fronts(server: RedisServer, *, killable: bool = False) -> AsyncIterator[tuple[Cluster, Server]]:
+    """Run two routers of one topic; the worker knows the first alone, so that it serves all.
+
+    The first is a process, to be killed; so is the second if it is `killable`.
+    """
+    options = server.options()
+    async with local_cluster({}, router_options=options) as cluster, local_worker("mixed", routers=(cluster.url,)):
+        if not killable:
+            async with inner_cluster({}, router_options=options) as other:
+                yield cluster, other.router
+            return
         served = cluster.router
-        other = await cluster.start("router", ("--port", "0", *server.options()))
+        front = await cluster.start("router", ("--port", "0", *options))
         cluster.router = served
         try:
-            await other.wait_ready()
-            yield cluster, other
+            await front.wait_ready()
+            yield cluster, front
         finally:
-            await other.stop()
+            await front.stop()
 
 
 async def streaming(http: ClientSession, url: str, begun: asyncio.Event) -> tuple[list[int], str, Any]:
@@ -141,45 +150,41 @@ async def streaming(http: ClientSession, url: str, begun: asyncio.Event) -> tupl
 
 async def test_any_router_is_a_front_of_what_another_serves(tmp_path: Path, need: Callable[[str], None]) -> None:
     need("redis")
-    async with client() as http, redis_server(tmp_path) as server:
-        options = server.options()
-        async with local_cluster({"prefill": 1, "decode": 1}, router_options=options) as cluster:
-            served = cluster.router
-            front = await cluster.start("router", ("--port", "0", *options))
-            cluster.router = served
-            mixed = await cluster.start("mixed")
-            try:
-                await front.wait_ready()
-                await mixed.wait_ready()
-                await wait_for(http, cluster, prefill=1, decode=1)
-                for case in ({"temperature": 0}, {"temperature": 0.8, "seed": 3}):
-                    asked = {"prompt": "Once upon a time", "max_tokens": 100, **case}
-                    expected = await complete(http, mixed.url, False, **asked)
-                    for stream in (False, True):
-                        for url in (front.url, served.url):
-                            assert await complete(http, url, stream, **asked) == expected
-                many = [{"prompt": "a" * (20 * n + 1), "seed": n, "ignore_eos": True} for n in range(24)]
-                wanted = await asyncio.gather(*(complete(http, mixed.url, False, **case) for case in many))
-                assert await asyncio.gather(*(complete(http, front.url, True, **case) for case in many)) == wanted
-                # Errors of workers come as themselves.
-                status, answer = await post(http, f"{front.url}/v1/completions", model="small", prompt=[1] * 3000)
-                assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-                chat = {
-                    "model": "small",
-                    "messages": [{"role": "user", "content": "Hello"}],
-                    "max_tokens": 9,
-                    "seed": 1,
-                }
-                said = [(await post(http, f"{u}/v1/chat/completions", **chat))[1] for u in (front.url, mixed.url)]
-                assert said[0]["choices"] == said[1]["choices"]
-                assert said[0]["usage"]["total_tokens"] == said[1]["usage"]["total_tokens"]
-                await until_async(server.is_empty)
-                assert await server.redis.xlen(f"{TOPIC}.results.{await router_id(http, front)}") == 0
-            finally:
-                await front.stop()
+    async with (
+        client() as http,
+        redis_server(tmp_path) as server,
+        inner_cluster(
+            {"prefill": 1, "decode": 1}, router_options=server.options(), worker_options=("--num-blocks", "1024")
+        ) as served,
+        inner_cluster({}, router_options=server.options()) as front,
+        local_worker("mixed", num_blocks=1024) as mixed,
+    ):
+        for case in ({"temperature": 0}, {"temperature": 0.8, "seed": 3}):
+            asked = {"prompt": "Once upon a time", "max_tokens": 100, **case}
+            expected = await complete(http, mixed.url, False, **asked)
+            for stream in (False, True):
+                for url in (front.url, served.url):
+                    assert await complete(http, url, stream, **asked) == expected
+        many = [{"prompt": "a" * (20 * n + 1), "seed": n, "ignore_eos": True} for n in range(24)]
+        wanted = await asyncio.gather(*(complete(http, mixed.url, False, **case) for case in many))
+        assert await asyncio.gather(*(complete(http, front.url, True, **case) for case in many)) == wanted
+        # Errors of workers come as themselves.
+        status, answer = await post(http, f"{front.url}/v1/completions", model="small", prompt=[1] * 3000)
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        chat = {
+            "model": "small",
+            "messages": [{"role": "user", "content": "Hello"}],
+            "max_tokens": 9,
+            "seed": 1,
+        }
+        said = [(await post(http, f"{u}/v1/chat/completions", **chat))[1] for u in (front.url, mixed.url)]
+        assert said[0]["choices"] == said[1]["choices"]
+        assert said[0]["usage"]["total_tokens"] == said[1]["usage"]["total_tokens"]
+        await until_async(server.is_empty)
+        assert await server.redis.xlen(f"{TOPIC}.results.{await router_id(http, front.router)}") == 0
 
 
-async def router_id(http: ClientSession, router: ServeProcess) -> str:
+async def router_id(http: ClientSession, router: Server) -> str:
     return str((await get(http, f"{router.url}/health"))["router_id"])
 
 
@@ -188,7 +193,12 @@ async def test_another_router_goes_on_with_the_work_of_one_that_is_gone(
     tmp_path: Path, need: Callable[[str], None], how: signal.Signals
 ) -> None:
     need("redis")
-    async with client() as http, redis_server(tmp_path) as server, two_fronts(server) as (cluster, front):
+    async with (
+        client() as http,
+        redis_server(tmp_path) as server,
+        two_fronts(server) as (cluster, front),
+        contextlib.AsyncExitStack() as stack,
+    ):
         await wait_for(http, cluster, mixed=1)
         expected = await streaming(http, front.url, asyncio.Event())
         begun = asyncio.Event()
@@ -197,8 +207,7 @@ async def test_another_router_goes_on_with_the_work_of_one_that_is_gone(
         owner = cluster.router
         assert set(await server.owners()) == {await router_id(http, owner)}
         # Only now can the front serve at all.
-        late = await cluster.start("mixed", ("--router", front.url))
-        await late.wait_ready()
+        await stack.enter_async_context(local_worker("mixed", routers=(front.url,)))
         owner.process.send_signal(how)
         try:
             tokens, text, end = await asked
@@ -218,7 +227,11 @@ async def test_a_client_that_goes_or_a_front_that_dies_ends_the_work(
     tmp_path: Path, need: Callable[[str], None]
 ) -> None:
     need("redis")
-    async with client() as http, redis_server(tmp_path) as server, two_fronts(server) as (cluster, front):
+    async with (
+        client() as http,
+        redis_server(tmp_path) as server,
+        two_fronts(server, killable=True) as (cluster, front),
+    ):
         await wait_for(http, cluster, mixed=1)
         begun = asyncio.Event()
         asked = asyncio.create_task(streaming(http, front.url, begun))
@@ -230,6 +243,7 @@ async def test_a_client_that_goes_or_a_front_that_dies_ends_the_work(
         begun.clear()
         asked = asyncio.create_task(streaming(http, front.url, begun))
         await begun.wait()
+        assert isinstance(front, ServeProcess)
         front.kill()
         with contextlib.suppress(Exception):
             await asked
@@ -247,7 +261,7 @@ async def test_requests_wait_for_workers_and_are_refused_beyond_the_limit_but_ne
 ) -> None:
     need("redis")
     async with client() as http, redis_server(tmp_path) as server:  # noqa: SIM117
-        async with local_cluster({}, router_options=server.options()) as cluster:
+        async with inner_cluster({}, router_options=server.options()) as cluster:
             waiting = asyncio.create_task(complete(http, cluster.url, False, prompt="b"))
 
             async def submitted() -> bool:
@@ -260,11 +274,10 @@ async def test_requests_wait_for_workers_and_are_refused_beyond_the_limit_but_ne
                 assert (reply.status, (await reply.json())["error"]["code"]) == (429, "queue_full")
                 assert "Retry-After" in reply.headers
             assert await server.redis.xlen(f"{TOPIC}.requests") == 1024
-            mixed = await cluster.start("mixed", ("--router", cluster.url))
-            await mixed.wait_ready()
-            # What is no request is put aside, and the one that waited is served.
-            assert (await waiting)["tokens"]
-            await until_async(server.is_empty)
+            async with local_worker("mixed", routers=(cluster.url,)):
+                # What is no request is put aside, and the one that waited is served.
+                assert (await waiting)["tokens"]
+                await until_async(server.is_empty)
 
 
 @pytest.mark.parametrize("appendonly", [True, False])

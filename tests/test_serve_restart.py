@@ -136,7 +136,7 @@ async def test_a_router_that_is_restarted_and_workers_serve_again_within_a_heart
             await wait_for(http, cluster, prefill=1, decode=1)
             expected = (await complete(http, url, False, **ASKED))["tokens"]
             clients = Clients(http, url, expected)
-            tasks = [asyncio.create_task(clients.run()) for _ in range(6)]
+            tasks = [asyncio.create_task(clients.run()) for _ in range(4)]
             try:
                 for role in ("router", "decode", "prefill"):
                     await until(lambda: clients.open)

@@ -5,7 +5,7 @@ Four parts, in a fresh cluster with both hand-overs and a mixed worker beside it
 * **Identity**: prompts of every length that could matter, greedy and sampled, streamed and whole, by pull and by push,
   have to bring the tokens that the mixed worker writes. Decode workers compare digests of all blocks with what was
   sent. The greedy ones are compared with the model alone as well, in this process.
-* **Controls**: a decode worker that damages what has arrived, in each way of `damage.WAYS`, has to be found out.
+* **Controls**: KV that a decode worker damages when it has arrived, in each way of `damage.WAYS`, has to be found out.
 * **Deaths**: a decode and a prefill worker are killed under load. Every answer has to be right, or to end with a known
   code, and requests have to be served again.
 * **Rest**: when nobody asks any more, every gauge is 0.
@@ -27,7 +27,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 from prometheus_client.parser import text_string_to_metric_families
 
 from aiodatadist.model import Model, Tokenizer, draw_prompt, find_model, one_blas_thread
-from aiodatadist.serve.config import MODES
+from aiodatadist.serve.config import MODES, WorkerConfig
 from aiodatadist.serve.damage import WAYS
 from aiodatadist.serve.errors import CODES
 from aiodatadist.serve.metrics import LASTING
@@ -42,6 +42,7 @@ from aiodatadist.serve.protocol import (
     decode,
     encode,
 )
+from aiodatadist.serve.worker import worker
 
 from .failure import CommandError
 from .serve_cluster import Cluster, ServeProcess, local_cluster
@@ -115,25 +116,21 @@ async def run_check(
         local_cluster(counts, router_options=router_options, worker_options=workers) as cluster,
         ClientSession(timeout=ClientTimeout(_ASK_LIMIT), connector=TCPConnector(limit=0)) as http,
     ):
-        # Of a cluster of their own: they know no router.
-        aside = Cluster()
+        alone = await Cluster().start("mixed", ("--model", model))  # it knows no router
         try:
-            alone = await aside.start("mixed", ("--model", model))
-            damaging = [await aside.start("decode", ("--model", model, "--damage", way)) for way in WAYS]
             for child in cluster.processes:
                 say(f"{child.name:<12} {child.url}  process {child.process.pid}")
-            for child in (alone, *damaging):
-                await child.wait_ready()
+            await alone.wait_ready()
             check = _Check(http, cluster, model, alone.url, say)
             await check.wait_registered(counts)
             rows = [
                 *await check.identity(),
-                await check.controls(dict(zip(WAYS, damaging, strict=True))),
+                await check.controls(),
                 *await check.deaths([*workers, "--router", cluster.url]),
                 await check.rest(counts),
             ]
         finally:
-            await asyncio.gather(*(child.stop() for child in aside.workers.values()))
+            await alone.stop()
     for row in rows:
         say(f"{row.what:<10} {row.result}")
     say(f"all is well, after {time.monotonic() - began:.0f} s")
@@ -171,13 +168,12 @@ class _Check:
         found = find_model(self._model)
         model, tokenizer = await asyncio.to_thread(lambda: (found.load(), found.load_tokenizer()))
         cases = _cases(tokenizer, _LENGTHS[self._model])
-        await _several(_AT_ONCE, [lambda case=case: self._learn(case) for case in cases])  # type: ignore[misc]
-        alone, gap = await asyncio.to_thread(self._compare_alone, model, cases)
         seen: dict[int, list[_Answer]] = {len(case.prompt): [] for case in cases}
         await _several(
             _AT_ONCE,
             [lambda case=case: self._ask_both_ways(case, seen[len(case.prompt)]) for case in cases],  # type: ignore[misc]
         )
+        alone, gap = await asyncio.to_thread(self._compare_alone, model, cases)
         block_bytes = sum(4 * int(np.prod(shape[1:])) for shape in model.kv_shapes(1, BLOCK))
         self._say(f"{'prompt':>8}{'KV bytes':>12}{'pulled':>8}{'pushed':>8}{'TTFT ms':>10}{'TPOT ms':>10}  identical")
         for length, answers in seen.items():
@@ -201,12 +197,13 @@ class _Check:
         ]
 
     async def _learn(self, case: _Case) -> None:
-        """Have the mixed worker say what is right, once whole and once streamed."""
-        answers = [await self._ask(self._mixed, case, stream) for stream in (False, True)]
+        """Have the mixed worker say what is right; the short ones twice, whole and streamed."""
+        streams = (False, True) if len(case.prompt) <= _ALONE else (False,)
+        answers = [await self._ask(self._mixed, case, stream) for stream in streams]
         for answer in answers:
             if answer.code:
                 raise CommandError(f"the mixed worker answers {case} with {answer.code}: {answer.text}")
-        if answers[0].tokens != answers[1].tokens:
+        if answers[0].tokens != answers[-1].tokens:
             raise CommandError(f"the mixed worker differs from itself on {case}")
         self._expected[case] = answers[0].tokens
 
@@ -231,6 +228,7 @@ class _Check:
 
     async def _ask_both_ways(self, case: _Case, seen: list[_Answer]) -> None:
         """Ask until both hand-overs have served the case, by turns as a stream and whole."""
+        await self._learn(case)
         missing, stream = set(MODES), case.temperature > 0
         for _ in range(40):
             answer = await self._ask(self._cluster.url, case, stream)
@@ -280,32 +278,33 @@ class _Check:
 
     # Controls. ----------------------------------------------------------------------------------------------
 
-    async def controls(self, damaging: dict[str, ServeProcess]) -> _Row:
+    async def controls(self) -> _Row:
         """See above."""
         case = max((case for case in self._expected if len(case.prompt) <= _ALONE), key=lambda case: len(case.prompt))
         prefill = next(child for child in self._cluster.workers.values() if child.role == "prefill")
-        for number, (way, child) in enumerate(damaging.items()):
+        for way in WAYS:
             generation = Generation(
-                request_id=f"control-{number}",
+                request_id=f"control-{way}",
                 model=self._model,
                 created=int(time.time()),
                 prompt=list(case.prompt),
                 max_tokens=2,
                 sampling=Sampling(temperature=0.0),
             )
-            status, said = await self._tell(prefill, "/pd/prefill", PrefillJob(generation=generation))
-            if status != 200:
-                raise CommandError(f"{prefill.name} answers a control with {said.decode(errors='replace')}")
-            job = DecodeJob(generation=generation, ticket=decode(said, Ticket))
-            status, said = await self._tell(child, "/pd/decode", job)
+            async with worker(WorkerConfig("decode", model=self._model, damage=way)) as damaging:
+                status, said = await self._tell(prefill.url, "/pd/prefill", PrefillJob(generation=generation))
+                if status != 200:
+                    raise CommandError(f"{prefill.name} answers a control with {said.decode(errors='replace')}")
+                job = DecodeJob(generation=generation, ticket=decode(said, Ticket))
+                status, said = await self._tell(damaging.url, "/pd/decode", job)
             answer = _Answer()
             _take_error(answer, said)
             if status == 200 or answer.code != "kv_damaged":
                 raise CommandError(f"a prompt whose KV was damaged ({way}) was not found out: {answer.text}")
-        return _Row("controls", f"KV that was damaged is found out: {', '.join(damaging)}")
+        return _Row("controls", f"KV that was damaged is found out: {', '.join(WAYS)}")
 
-    async def _tell(self, child: ServeProcess, path: str, job: Message) -> tuple[int, bytes]:
-        async with self._http.post(child.url + path, data=encode(job)) as reply:
+    async def _tell(self, url: str, path: str, job: Message) -> tuple[int, bytes]:
+        async with self._http.post(url + path, data=encode(job)) as reply:
             return reply.status, await reply.read()
 
     # Deaths. ------------------------------------------------------------------------------------------------
