@@ -1,7 +1,8 @@
 """Build of the extension module; everything declarative stands in pyproject.toml.
 
 ``aiodatadist._core`` is made of ``_core.pyx`` and the C++ files of ``aiodatadist/_native``. ``aiodatadist._limits`` is
-for ``aiodatadist bench`` alone: the raw operations that it holds the library against.
+for ``aiodatadist bench`` alone: the raw operations that it holds the library against. ``aiodatadist._hixl_shim`` is no
+module of Python's but a shared object beside them, which is opened only where HIXL is.
 Objects are kept in ``build/objects``, one folder for each flavour; an object is compiled again only when its
 command, its source or a header it includes has changed.
 
@@ -37,8 +38,8 @@ from setuptools.command.build_ext import build_ext
 
 NATIVE = "aiodatadist/_native"
 LIMITS = f"{NATIVE}/limits.cpp"
-# The HIXL shim is a shared object of its own, opened at run time; it is never part of an extension.
-BUILT_APART = {f"{NATIVE}/hixl_shim.cpp", LIMITS}
+HIXL_SHIM = f"{NATIVE}/hixl_shim.cpp"
+BUILT_APART = {HIXL_SHIM, LIMITS}
 HEADERS = sorted(
     glob.glob("include/**/*.h", recursive=True) + glob.glob(f"{NATIVE}/*.hpp") + glob.glob(f"{NATIVE}/*.h")
 )
@@ -224,7 +225,8 @@ class BuildExt(build_ext):
         target = self.get_ext_fullpath(ext.name)
         kept = f"{objects_dir}/{os.path.basename(target)}"
         objects = [obj for obj, _ in results]
-        key = hashlib.sha256(repr([objects, flavour.link_flags, ext.libraries]).encode()).hexdigest()
+        flags = [*flavour.link_flags, *ext.extra_link_args]
+        key = hashlib.sha256(repr([objects, flags, ext.libraries]).encode()).hexdigest()
         # By their times: an object that both libraries hold may be new by the build of the other.
         linked = os.path.getmtime(kept) if os.path.exists(kept) else 0.0
         outdated = any(new or os.path.getmtime(obj) >= linked for obj, new in results)
@@ -236,7 +238,7 @@ class BuildExt(build_ext):
                 objects,
                 kept,
                 libraries=self.get_libraries(ext),
-                extra_postargs=flavour.link_flags,
+                extra_postargs=flags,
                 build_temp=objects_dir,
                 target_lang="c++",
             )
@@ -272,6 +274,18 @@ def extension(name: str, sources: list[str]) -> Extension:
     )
 
 
+def hixl_shim() -> Extension:
+    """Describe the shim: it names symbols of CANN and links nothing of it; a missing one matters when it is called."""
+    return Extension(
+        "aiodatadist._hixl_shim",
+        sources=[HIXL_SHIM],
+        depends=HEADERS,
+        include_dirs=[NATIVE],
+        extra_link_args=["-Wl,-z,lazy"],
+        language="c++",
+    )
+
+
 setup(
     packages=[*find_packages(include=["aiodatadist", "aiodatadist.*"]), "aiodatadist.include"],
     package_dir={"aiodatadist.include": "include"},
@@ -279,6 +293,7 @@ setup(
     ext_modules=[
         extension("_core", sorted(set(glob.glob(f"{NATIVE}/*.cpp")) - BUILT_APART)),
         extension("_limits", [f"{NATIVE}/copy.cpp", LIMITS]),
+        hixl_shim(),
     ],
     cmdclass={"build_ext": BuildExt},
 )

@@ -18,6 +18,7 @@ from elftools.elf.elffile import ELFFile
 # All that a machine with a C++ runtime has; anything else must be opened at run time.
 ALLOWED = re.compile(r"(lib(c|m|stdc\+\+|gcc_s|dl|rt|pthread)|ld-linux(-[a-z0-9_-]+)?)\.so(\.\d+)*")
 EXTENSIONS = ("_core", "_limits")
+SHIM = "_hixl_shim"  # a shared object that is no module
 # pytest's plug-in is a module of its own, which imports the package only when it is used.
 PLUGIN = "pytest_aiodatadist"
 SOURCES = {".py", ".pyi", ".pyx", ".pxd", ".pxi", ".cpp", ".hpp", ".h", ".npz"}
@@ -69,7 +70,7 @@ def check_wheel(checkout: Path, wheel: Path) -> list[str]:
         entry_points = "".join(archive.read(name).decode() for name in names if name.endswith("/entry_points.txt"))
     faults += [
         f"the wheel has no extension module {extension}"
-        for extension in EXTENSIONS
+        for extension in (*EXTENSIONS, SHIM)
         if not any(name.startswith(f"aiodatadist/{extension}.") for name in objects)
     ]
     for name, data in sorted(objects.items()):

@@ -78,6 +78,32 @@ cdef extern from "layers.hpp" namespace "adt" nogil:
     uint64_t layer_signal_function()
 
 
+cdef extern from "hixl_library.hpp" namespace "adt" nogil:
+    cdef cppclass CHixlPlaces "adt::HixlPlaces":
+        string metadef
+        string hixl
+        string acl
+        string shim
+    const char *kHixlSymbols[]
+    const size_t kHixlSymbolCount
+
+cdef extern from "hixl_agent.hpp" namespace "adt" nogil:
+    cdef cppclass CHixlOption "std::pair<std::string, std::string>":
+        CHixlOption(string name, string value)
+    cdef cppclass CHixlSettings "adt::HixlSettings":
+        CHixlPlaces places
+        int32_t device
+        string host
+        vector[CHixlOption] options
+        uint64_t alignment
+        uint64_t drain_ns
+        int32_t connect_ms
+    cdef cppclass CHixlAgent "adt::HixlAgent":
+        pass
+
+cdef extern from "hixl_open.hpp" namespace "adt" nogil:
+    shared_ptr[CHixlAgent] c_open_hixl "adt::open_hixl"(const CHixlSettings &settings, string &words) except +
+
 cdef extern from "engine.hpp" namespace "adt" nogil:
     const unsigned kTransportCount
     const adt_transport_ops_t *kTransports[]
@@ -260,6 +286,7 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
 
         @staticmethod
         void use_rdma(CNode &node, const adt_rdma_t &rdma) except +
+        void use_hixl(CNode &node, shared_ptr[CHixlAgent] agent) except +
         void abort_node(const shared_ptr[CNode] &node) except +
         cbool node_quiet(const shared_ptr[CNode] &node)
         cbool wait_node_quiet(const shared_ptr[CNode] &node, uint64_t timeout_ns) except +
@@ -271,7 +298,7 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
             string &error) except +
         void disconnect(const shared_ptr[CPeer] &peer, adt_status_t status) except +
         cbool expose(const shared_ptr[CPeer] &peer) except +
-        string unsettled(const shared_ptr[CPeer] &peer) except +
+        string unsettled(const shared_ptr[CPeer] &peer, unsigned transport) except +
         uint64_t fence(const shared_ptr[CPeer] &peer) except +
         uint64_t ping(const shared_ptr[CPeer] &peer) except +
         int loop_fd(const shared_ptr[CPeer] &peer) except +
@@ -312,6 +339,7 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
     void let_go_peer "adt::let_go"(shared_ptr[CPeer] &p)
     void let_go_local "adt::let_go"(shared_ptr[CLocalCache] &p)
     void let_go_remote "adt::let_go"(shared_ptr[CRemoteCache] &p)
+    void let_go_hixl "adt::let_go"(shared_ptr[CHixlAgent] &p)
     void let_go_recorder "adt::let_go"(shared_ptr[CRecorder] &p)
 
 cdef extern from "sim.hpp" namespace "adt" nogil:
@@ -375,6 +403,19 @@ cdef extern from "verbs_stats.hpp" namespace "adt" nogil:
     cbool c_choose_rdma "adt::choose_rdma"(
         const vector[string] &devices, int32_t gid_index, string &device, int32_t &chosen, string &words) except +
 
+cdef extern from "hixl_stats.hpp" namespace "adt" nogil:
+    cdef cppclass CHixlStats "adt::HixlStats":
+        CAtomic64 engines
+        CAtomic64 registrations
+        CAtomic64 registered_bytes
+        CAtomic64 connections
+        CAtomic64 disconnects
+        CAtomic64 forced
+        CAtomic64 requests
+        CAtomic64 failures
+        CAtomic64 polls
+    CHixlStats &c_hixl_stats "adt::hixl_stats"()
+
 cdef extern from "copy.hpp" namespace "adt" nogil:
     const char *stream_copy_name()
 
@@ -392,6 +433,10 @@ cdef extern from "region.hpp" namespace "adt" nogil:
     int c_probe_process_vm "adt::probe_process_vm"(int pid, uint64_t address, const void *expected, size_t bytes)
     int c_allow_ptracer "adt::allow_ptracer"(long pid)
 
+
+cdef class HixlEngine:
+    cdef shared_ptr[CHixlAgent] agent
+    cdef readonly str words
 
 cdef class SimNetwork:
     cdef shared_ptr[CSimNetwork] network

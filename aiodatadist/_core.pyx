@@ -463,11 +463,12 @@ cdef class Node:
 
     `on_event(kind, peer_id, token, status, cache_id, nbytes, opcode)` is called from `Ring.drain`; a bound method is
     held weakly. `rdma`, if there is any, is (device as "name:port", index of the address, traffic class, service level,
-    timeout, retry count).
+    timeout, retry count); `hixl` an engine of its own.
     """
 
     def __cinit__(self, Engine engine, Ring ring, uint64_t cluster_id, on_event, *, double drain_timeout,
-                  double heartbeat_limit, uint64_t inline_bytes, uint64_t populate_limit, rdma=None):
+                  double heartbeat_limit, uint64_t inline_bytes, uint64_t populate_limit, rdma=None,
+                  HixlEngine hixl=None):
         cdef adt_rdma_t settings
         self.engine = engine
         self.ring = ring
@@ -479,6 +480,8 @@ cdef class Node:
             name = device.encode()
             settings.device = name
             CEngine.use_rdma(deref(self.node.get()), settings)
+        if hixl is not None:
+            engine.get().use_hixl(deref(self.node.get()), hixl.agent)
         handler = weakref.WeakMethod(on_event) if hasattr(on_event, "__self__") else (lambda: on_event)
         ring.nodes[self.node.get().id] = handler
 
@@ -722,9 +725,9 @@ cdef class Peer:
         raise TransportUnavailable(f"no transport reaches cache {cache_id} ({'; '.join(reasons) or 'no keys'})",
                                    reason="; ".join(reasons) or "the peer sent no usable key")
 
-    def unsettled(self):
-        """Say why the endpoint that settled last (EVENT_ENDPOINT_SETTLED) moves nothing; empty if it does."""
-        return self.node.engine.get().unsettled(self.peer).decode(errors="replace")
+    def unsettled(self, str transport):
+        """Say why the endpoint that settled (EVENT_ENDPOINT_SETTLED) moves nothing; empty if it does."""
+        return self.node.engine.get().unsettled(self.peer, transport_index(transport)).decode(errors="replace")
 
     def fence(self):
         """Ask the peer's engine to finish what it does to local memory; EVENT_FENCED with the token follows."""
@@ -801,6 +804,7 @@ cdef class RemoteCache:
 
 include "_core_blocks.pxi"
 include "_core_gates.pxi"
+include "_core_hixl.pxi"
 include "_core_sim.pxi"
 
 

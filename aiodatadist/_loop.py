@@ -35,6 +35,7 @@ from .types import Address
 
 if TYPE_CHECKING:
     from . import _core
+    from .config import Config
 
 __all__ = [
     "Deadline",
@@ -820,13 +821,13 @@ class Runtime:
         await asyncio.wait((task,))
 
     def probe_transports(self, names: Sequence[str]) -> list[tuple[str, bool, str]]:
-        """Return name, whether it is usable, and what was found or why not, of these transports but verbs.
+        """Return name, whether it is usable, and what was found or why not, of these transports but verbs and hixl.
 
-        For that see `choose_rdma`: it opens devices, which may take long.
+        For those see `choose_rdma` and `open_hixl`: they open devices, which may take long.
         """
         from . import _core
 
-        return _core.probe_transports([name for name in names if name != "verbs"])
+        return _core.probe_transports([name for name in names if name not in ("verbs", "hixl")])
 
     async def choose_rdma(self, devices: tuple[str, ...], gid_index: int | None) -> tuple[bool, str, int, str]:
         """Find the RDMA device to use; see `_core.choose_rdma`."""
@@ -836,6 +837,13 @@ class Runtime:
             _core.choose_rdma, devices, -1 if gid_index is None else gid_index
         )
         return found
+
+    async def open_hixl(self, config: Config, listen: str | None) -> tuple[_core.HixlEngine | None, str]:
+        """Open the HIXL engine of a DataDist that listens at this address; None, and why, where that cannot be done."""
+        from . import _hixl
+
+        opened: tuple[_core.HixlEngine | None, str] = await self.in_thread(_hixl.open_engine, config, listen)
+        return opened
 
     def acquire_engine(self, copy_threads: int, io_threads: int) -> tuple[_core.Engine, bool]:
         """Return the engine to use, and whether it is the one of the process."""

@@ -653,7 +653,10 @@ class DataDist:
             or None) and how many ``ended``, by `LeaseEnd`; of peers' leases how many are ``adopted`` and were ``lost``,
             by `LeaseEnd`; ``rdma``: of the whole process, the memory ``registrations`` that exist, their
             ``registered_bytes``, how many were ``registrations_made`` and ``registrations_shared`` between caches, the
-            ``queue_pairs`` that exist, and ``rebuilds``: how many were flushed and made anew.
+            ``queue_pairs`` that exist, and ``rebuilds``: how many were flushed and made anew; ``hixl``: of the whole
+            process, the ``engines``, memory ``registrations``, their ``registered_bytes`` and the ``connections`` made
+            from here that exist, how many of these were ended (``disconnects``), and of those, before all had drained
+            (``forced``), the ``requests`` handed to HIXL, their ``failures``, and ``polls``: how often it was asked.
         """
         self._check_usable()
         return {
@@ -673,6 +676,7 @@ class DataDist:
             "unread": len(self._center.inbox),
             "leases": self._center.leases.stats(),
             "rdma": _core.rdma_stats(),
+            "hixl": _core.hixl_stats(),
         }
 
     def dump(self) -> list[PendingOperation]:

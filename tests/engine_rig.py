@@ -222,7 +222,7 @@ class Rig:
         if self.path == "verbs":
             for side in self.sides:
                 self.run(lambda side=side: side.seen(_core.EVENT_ENDPOINT_SETTLED))
-                assert side.to_peer.unsettled() == ""
+                assert side.to_peer.unsettled("verbs") == ""
 
     def tensors(self, geometry: Geometry, *, owner: bool = True, seed: int | None = None) -> Tensors:
         made = Tensors(geometry, region=owner and self.path == "shm-mapped")

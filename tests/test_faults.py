@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import aiodatadist as adt
-from aiodatadist import _core
+from aiodatadist import _cann, _core
 
 from .pairs import OWNER, USER, linked, pattern
 
@@ -149,16 +149,33 @@ async def test_v4_a_wall_clock_that_jumps_changes_nothing(monkeypatch: pytest.Mo
         await waiting
 
 
-def test_k2_nothing_of_an_accelerator_is_linked() -> None:
-    """Verbs, CANN and CUDA are opened at run time, if at all: the module needs the C and C++ runtimes only."""
+def _readelf(*options: str) -> str:
     readelf = shutil.which("readelf")
     if readelf is None:
         pytest.skip("there is no readelf")
-    said = subprocess.run([readelf, "-d", str(_core.__file__)], capture_output=True, text=True, check=True).stdout
-    needed = set(re.findall(r"\(NEEDED\).*\[(.+)\]", said))
+    return subprocess.run([readelf, "-W", *options], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("library", [str(_core.__file__), _cann.shim_path()], ids=["core", "shim"])
+def test_k2_nothing_of_an_accelerator_is_linked(library: str) -> None:
+    """Verbs, CANN and CUDA are opened at run time, if at all: the package needs the C and C++ runtimes only."""
+    needed = set(re.findall(r"\(NEEDED\).*\[(.+)\]", _readelf("-d", library)))
     assert needed
     allowed = r"(libc|libm|libpthread|libstdc\+\+|libgcc_s|ld-linux[\w-]*|lib[atu][a-z]*san|libpython[\d.]*)\.so[\d.]*"
     assert not [name for name in needed if not re.fullmatch(allowed, name)]
+
+
+def test_k2_the_shim_asks_for_the_published_class_only() -> None:
+    """What it leaves undefined is HIXL's class, its strings, and the C and C++ runtimes; no std::string crosses."""
+    rows = [line.split() for line in _readelf("--dyn-syms", _cann.shim_path()).splitlines()]
+    undefined = {row[7]: row[4] for row in rows if len(row) > 7 and row[6] == "UND"}
+    of_runtime = re.compile(r"@(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+$|^_ITM_|^__gmon_start__$|^__[atu]b?[a-z]*san_")
+    of_cann = {name for name in undefined if not of_runtime.search(name)}
+    assert of_cann == set(_core.hixl_symbols())
+    assert all(name.startswith(("_ZN4hixl4Hixl", "_ZN2ge12AscendString", "_ZNK2ge12AscendString")) for name in of_cann)
+    assert not [name for name in undefined if "basic_string" in name]
+    defined = {row[7] for row in rows if len(row) > 7 and row[6] not in ("UND", "Ndx") and row[4] == "GLOBAL"}
+    assert defined == {"adt_hixl_shim"}
 
 
 def test_k2_importing_needs_no_framework() -> None:

@@ -26,12 +26,16 @@ enum class Live : unsigned {
     rdma_device,
     registration,
     queue_pair,
+    hixl_engine,
+    hixl_endpoint,
+    hixl_memory,
     count
 };
 
-inline const char *const kLiveNames[] = {
-    "engine",  "ring",       "node",   "peer", "local_cache", "remote_cache", "operation",    "batch",     "region",
-    "mapping", "connection", "served", "gate", "lease",       "rdma_device",  "registration", "queue_pair"};
+inline const char *const kLiveNames[] = {"engine",       "ring",       "node",        "peer",          "local_cache",
+                                         "remote_cache", "operation",  "batch",       "region",        "mapping",
+                                         "connection",   "served",     "gate",        "lease",         "rdma_device",
+                                         "registration", "queue_pair", "hixl_engine", "hixl_endpoint", "hixl_memory"};
 
 constexpr unsigned kLiveCount = static_cast<unsigned>(Live::count);
 

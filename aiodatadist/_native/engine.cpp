@@ -149,7 +149,7 @@ Engine::Engine(const Options &options)
              host_endpoint_gone,
              host_mem_gone,
              host_tell};
-    const unsigned threads[kTransportCount] = {options.copy_threads, options.io_threads, 1, 0};
+    const unsigned threads[kTransportCount] = {options.copy_threads, options.io_threads, 1, 1, 0};
     for (unsigned i = 0; i < kTransportCount; ++i) {
         Transport &t = transports_[i];
         t.ops = kTransports[i];
@@ -417,7 +417,7 @@ void Engine::fire(Section &s, const Timer &timer) {
             if (peer->fences_on_peer.empty() || peer->state != Peer::State::active) return;
             read_wire(s, *peer);
             if (peer->fences_on_peer.empty() || peer->state != Peer::State::active) return;
-            force_fences(s, *peer, !peer->exposed && answers_late(*peer, now));
+            force_fences(s, *peer, !peer->exposed && !peer->unstoppable && answers_late(*peer, now));
             if (peer->fences_on_peer.empty()) return;
             send(s, *peer, {static_cast<uint8_t>(Say::ping), 0, 0, 0, 0, 0, 0});
             peer->fence_timer = true;

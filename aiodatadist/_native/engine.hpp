@@ -35,6 +35,8 @@
 
 namespace adt {
 
+class HixlAgent;
+
 class Engine;
 class SimNetwork;
 struct Node;
@@ -356,7 +358,8 @@ struct Peer : Counted<Live::peer> {
     bool exposed = false;      // the peer's process can touch local memory by itself: same host, and it may have a key
     bool layers_told = false;  // the peer wants to hear of layers that have landed in its memory
     std::array<adt_endpoint_h, kTransportCount> endpoints{};
-    std::string unsettled;  // why an endpoint moves nothing; under Engine::mu_
+    std::array<std::string, kTransportCount> unsettled;  // why an endpoint moves nothing; under Engine::mu_
+    bool unstoppable = false;  // it comes to memory by a transport by which it cannot be kept out; set by connect
     std::array<Lane, kTransportCount> lanes;
     // under Engine::mu_
     State state = State::active;
@@ -414,6 +417,7 @@ struct Node : Counted<Live::node> {
     uint64_t populate_bytes = 0;
     std::string rdma_device;  // empty: the node uses no RDMA
     adt_rdma_t rdma{};
+    std::shared_ptr<HixlAgent> hixl;  // null: the node uses no HIXL
     // under Engine::mu_
     std::unordered_map<uint64_t, std::shared_ptr<LocalCache>> caches;
     std::unordered_map<uint64_t, std::shared_ptr<Peer>> peers;
@@ -532,6 +536,8 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
                                     uint64_t heartbeat_limit_ns, uint64_t inline_bytes, uint64_t populate_bytes);
     // Before the node has caches or links; rdma.device is copied.
     static void use_rdma(Node &node, const adt_rdma_t &rdma);
+    // Likewise. The engine keeps the agent until its end.
+    void use_hixl(Node &node, std::shared_ptr<HixlAgent> agent);
     void abort_node(const std::shared_ptr<Node> &node);
     bool node_quiet(const std::shared_ptr<Node> &node);
     bool wait_node_quiet(const std::shared_ptr<Node> &node, uint64_t timeout_ns);  // blocks
@@ -547,7 +553,7 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
     // Before the peer gets its first key. False: the link is over, and it must not get one.
     bool expose(const std::shared_ptr<Peer> &peer);
     // Why the endpoint that event endpoint_settled named moves nothing; empty if it does.
-    std::string unsettled(const std::shared_ptr<Peer> &peer);
+    std::string unsettled(const std::shared_ptr<Peer> &peer, unsigned transport);
     uint64_t fence(const std::shared_ptr<Peer> &peer);
     uint64_t ping(const std::shared_ptr<Peer> &peer);
     // A duplicate of the descriptor on which the loop may wait for short answers, or -1; the caller closes it.
@@ -654,6 +660,7 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
     void settle_peer(Section &s, Peer &peer);
     void settle_cache(Section &s, Node &node, LocalCache &cache);
     void deregister(LocalCache &cache, std::shared_ptr<Ring> ring, const Event &event);
+    static bool pins_for(const Node &node, const Transport &transport);
     bool pinned(const LocalCache &cache) const;
     void close_local(Section &s, const std::shared_ptr<Node> &node, const std::shared_ptr<LocalCache> &cache);
     void send(Section &s, Peer &peer, const WireMessage &message);
@@ -698,7 +705,8 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
     static adt_status_t host_begin_serve(void *ctx, void *link, adt_request_t *request, void **token);
     static void host_end_serve(void *ctx, void *token);
     static void host_endpoint_lost(void *ctx, void *link, adt_status_t status, const char *reason);
-    static void host_endpoint_settled(void *ctx, void *link, adt_status_t status, const char *reason);
+    static void host_endpoint_settled(void *ctx, void *link, adt_transport_h transport, adt_status_t status,
+                                      const char *reason);
     static void host_endpoint_gone(void *ctx, void *link);
     static void host_mem_gone(void *ctx, void *token);
     static void host_tell(void *ctx, void *link, const adt_message_t *message);

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "engine.hpp"
+#include "hixl_open.hpp"
 
 namespace adt {
 namespace {
@@ -66,6 +67,13 @@ void Engine::use_rdma(Node &node, const adt_rdma_t &rdma) {
     node.rdma.device = node.rdma_device.c_str();
 }
 
+void Engine::use_hixl(Node &node, std::shared_ptr<HixlAgent> agent) {
+    for (const Transport &t : transports_) {
+        if (t.ops == &kHixlOps) adopt_hixl(t.handle, agent);
+    }
+    node.hixl = std::move(agent);
+}
+
 void Engine::abort_node(const std::shared_ptr<Node> &node) {
     if (in_forked_child()) return;
     Section s(*this);
@@ -114,9 +122,14 @@ void Engine::close_node(const std::shared_ptr<Node> &node) {
         end_peer(s, *self, ADT_ERR_CLOSED, false);
     }
     nodes_.erase(node->id);
+    if (node->hixl) node->hixl->retire();
 }
 
 // -------------------------------------------------------------------------------------------------------- caches
+
+bool Engine::pins_for(const Node &node, const Transport &transport) {
+    return transport.ops == &kHixlOps ? node.hixl != nullptr : !node.rdma_device.empty();
+}
 
 adt_status_t Engine::register_cache(const std::shared_ptr<Node> &node, const adt_memory_t &memory,
                                     std::shared_ptr<LocalCache> &out, std::string &error) {
@@ -141,9 +154,10 @@ adt_status_t Engine::register_cache(const std::shared_ptr<Node> &node, const adt
     }
     adt_memory_t known = memory;
     known.rdma = node->rdma_device.empty() ? nullptr : &node->rdma;
+    known.hixl = reinterpret_cast<adt_hixl_h>(node->hixl.get());
     for (unsigned i = 0; i < kTransportCount; ++i) {
         const Transport &t = transports_[i];
-        if (known.rdma == nullptr && (t.ops->flags & ADT_TRANSPORT_PINS) != 0) continue;
+        if ((t.ops->flags & ADT_TRANSPORT_PINS) != 0 && !pins_for(*node, t)) continue;
         if (memory.placement != ADT_PLACEMENT_HOST && (t.ops->flags & ADT_TRANSPORT_DEVICE) == 0) continue;
         const adt_status_t status = t.ops->reg_mem(t.handle, &known, &cache->mems[i]);
         if (status == ADT_OK) {
@@ -442,6 +456,9 @@ adt_status_t Engine::connect(const std::shared_ptr<Node> &node, const ConnectReq
             params.populate_bytes = node->populate_bytes;
             params.wire = peer->wire.get();
             params.rdma = node->rdma_device.empty() ? nullptr : &node->rdma;
+            params.hixl = reinterpret_cast<adt_hixl_h>(node->hixl.get());
+            // By HIXL the peer comes to memory by itself, and no call of this side's keeps it away.
+            if (t.ops == &kHixlOps) peer->unstoppable = true;
             std::vector<int> taken;
             if (t.ops == &kTcpOps) {
                 taken.reserve(data.size());
@@ -1021,24 +1038,29 @@ void Engine::host_endpoint_lost(void *ctx, void *link, adt_status_t status, cons
     engine.end_peer(s, *peer, status, true);
 }
 
-void Engine::host_endpoint_settled(void *ctx, void *link, adt_status_t status, const char *reason) {
+void Engine::host_endpoint_settled(void *ctx, void *link, adt_transport_h transport, adt_status_t status,
+                                   const char *reason) {
     Engine &engine = *static_cast<Engine *>(ctx);
     const std::lock_guard<std::mutex> lock(engine.mu_);
     const auto known = engine.peers_.find(id_of(link));
     if (known == engine.peers_.end()) return;
     Peer &peer = *known->second;
-    peer.unsettled = status == ADT_OK ? "" : reason;
+    const auto which = std::find_if(engine.transports_.begin(), engine.transports_.end(),
+                                    [transport](const Transport &t) { return t.handle == transport; });
+    const auto index = static_cast<size_t>(which - engine.transports_.begin());
+    peer.unsettled[index] = status == ADT_OK ? "" : reason;
     Event event;
     event.kind = EventKind::endpoint_settled;
     event.status = status;
     event.node = peer.node->id;
     event.peer = peer.id;
+    event.token = index;
     engine.emit(*peer.node, event);
 }
 
-std::string Engine::unsettled(const std::shared_ptr<Peer> &peer) {
+std::string Engine::unsettled(const std::shared_ptr<Peer> &peer, unsigned transport) {
     const std::lock_guard<std::mutex> lock(mu_);
-    return peer->unsettled;
+    return peer->unsettled[transport];
 }
 
 void Engine::host_endpoint_gone(void *ctx, void *link) {

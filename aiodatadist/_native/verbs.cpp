@@ -295,8 +295,9 @@ class Verbs {
         }
         for (const adt_message_t &message : news.messages) host_.tell(host_.ctx, ep->link, &message);
         if (news.broken) later_rebuild(ep);
-        if (news.settled) host_.endpoint_settled(host_.ctx, ep->link, news.status, news.reason.c_str());
-        if (!news.done.empty() && notify) host_.notify(host_.ctx, reinterpret_cast<adt_transport_h>(this));
+        auto *const self = reinterpret_cast<adt_transport_h>(this);
+        if (news.settled) host_.endpoint_settled(host_.ctx, ep->link, self, news.status, news.reason.c_str());
+        if (!news.done.empty() && notify) host_.notify(host_.ctx, self);
         if (news.lost) host_.endpoint_lost(host_.ctx, ep->link, news.status, news.reason.c_str());
     }
 

@@ -68,6 +68,10 @@ _Rdma: TypeAlias = tuple[bool, str, int, str]
 """Whether RDMA is usable, the device as "name:port", the index of its address, and words."""
 
 
+_Hixl: TypeAlias = tuple["_core.HixlEngine | None", str]
+"""The engine, or None, and words."""
+
+
 class State(enum.Enum):
     """States of a DataDist."""
 
@@ -140,7 +144,12 @@ class Center:
             if "verbs" in self.config.transports:
                 rdma = await self.runtime.choose_rdma(self.config.rdma_devices, self.config.rdma_gid_index)
                 self._check_opening()
-            self._build(rdma)
+            hixl = None
+            if "hixl" in self.config.transports:
+                listen = None if self._listen is None else self._listen.host
+                hixl = await self.runtime.open_hixl(self.config, listen)
+                self._check_opening()
+            self._build(rdma, hixl)
             entered = self.runtime.future()
             self._root = self.runtime.root_task(self._run(entered), f"aiodatadist-{self.cluster_id}")
             self._root.add_done_callback(self._root_done)
@@ -159,11 +168,11 @@ class Center:
         if self.state is not State.OPENING:
             raise ClosedError("the DataDist was closed while it was being opened")
 
-    def _build(self, rdma: _Rdma | None) -> None:
+    def _build(self, rdma: _Rdma | None, hixl: _Hixl | None) -> None:
         """Make all parts. None of them does anything before the task group is entered."""
         config = self.config
         runtime = self.runtime
-        usable, unusable = _probe(runtime, config.transports, rdma)
+        usable, unusable = _probe(runtime, config.transports, rdma, hixl)
         self.thread_id = threading.get_ident()
         try:
             self._engine, shared = runtime.acquire_engine(config.copy_threads, config.io_threads)
@@ -188,6 +197,7 @@ class Center:
                 inline_bytes=config.inline_bytes,
                 populate_limit=config.populate_limit,
                 rdma=_rdma_settings(config, rdma) if "verbs" in usable else None,
+                hixl=None if hixl is None else hixl[0],
             )
         except BaseException:
             self._watch.release()
@@ -547,11 +557,15 @@ def _rdma_settings(config: Config, rdma: _Rdma | None) -> tuple[str, int, int, i
     )
 
 
-def _probe(runtime: Runtime, transports: tuple[str, ...], rdma: _Rdma | None) -> tuple[tuple[str, ...], dict[str, str]]:
+def _probe(
+    runtime: Runtime, transports: tuple[str, ...], rdma: _Rdma | None, hixl: _Hixl | None
+) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return which transports work on this machine, and why the others do not."""
     found = {name: (usable, reason) for name, usable, reason in runtime.probe_transports(transports)}
     if rdma is not None:
         found["verbs"] = (rdma[0], rdma[3])
+    if hixl is not None:
+        found["hixl"] = (hixl[0] is not None, hixl[1])
     usable = tuple(name for name in transports if found.get(name, (False, ""))[0])
     unusable = {
         name: found.get(name, (False, "this version does not have it"))[1] for name in transports if name not in usable

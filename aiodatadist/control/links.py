@@ -49,7 +49,9 @@ __all__ = ["Link", "LinkOwner", "copy_error"]
 
 _log = get_logger()
 
-_VERBS: Final = "verbs"
+_SETTLING: Final = ("verbs", "hixl")
+"""Transports of which it is known only after the handshake whether they move bytes on a link."""
+
 _UNSENT_MOST: Final = 256 * 1024
 """Bytes of control messages that wait for room before nothing more is put in front of them."""
 _NOTIFY_OVERHEAD: Final = 64
@@ -150,8 +152,10 @@ class Link:
         # The engine first: from here on the peer's operations may arrive, and its loss is noticed.
         self._native: NativePeer = owner.peers.connect(owner.node, session, self._peer_lost)
         self._channel.send(wire.Attached())
-        # Queue pairs connect by way of the engines, and only then it is known whether bytes arrive.
-        self._settling = self._peer_settling = _VERBS in session.transports
+        # These connect by way of the engines, and only then it is known whether bytes arrive.
+        self._settling = {name for name in session.transports if name in _SETTLING}
+        self._settled_badly: dict[str, str] = {}
+        self._peer_settling = bool(self._settling)
         self._native.on_settled = self._endpoint_settled
         self._feed = owner.table.feed(self._wake.set)
         self._remote = RemoteTable(self, self.cluster_id, self._native.import_cache)
@@ -174,7 +178,7 @@ class Link:
         if not self._attached:
             return "waiting for the peer's engine"
         if self._settling or self._peer_settling:
-            return "connecting over RDMA"
+            return "waiting until it is known which transports move bytes"
         return "waiting for the peer to be ready" if self._table_known else "exchanging cache tables"
 
     # Life. --------------------------------------------------------------------------------------------------
@@ -309,21 +313,24 @@ class Link:
 
     # Transports. --------------------------------------------------------------------------------------------
 
-    def _endpoint_settled(self, reason: str) -> None:
-        """Take note that verbs moves bytes from here, or, if there is a reason, does not."""
-        if not self._settling or self.error is not None:
+    def _endpoint_settled(self, name: str, reason: str) -> None:
+        """Take note that a transport moves bytes from here, or, if there is a reason, does not."""
+        if name not in self._settling or self.error is not None:
             return
-        self._settling = False
-        failed = {_VERBS: reason[:1000]} if reason else {}
-        self._channel.send(wire.Settled(failed=failed))
-        self._drop(failed, "")
+        self._settling.remove(name)
+        if reason:
+            self._settled_badly[name] = reason[:1000]
+        if not self._settling:
+            self._channel.send(wire.Settled(failed=self._settled_badly))
+            self._drop(self._settled_badly, "")
 
     def _drop(self, failed: Mapping[str, str], who: str) -> None:
         """Go on without transports that do not work, as long as there is another."""
         for name, reason in failed.items():
             self._session.drop(name, f"{who}{reason}")
         if not self._session.transports:
-            self._end(TransportUnavailable(transport=_VERBS, reason=self._session.dropped[_VERBS]))
+            name, reason = next(iter(self._session.dropped.items()))
+            self._end(TransportUnavailable(transport=name, reason=reason))
             return
         self.path = self._session.path(self._owner.own)
         self._wake.set()
@@ -360,9 +367,9 @@ class Link:
                 raise ProtocolError(f"the peer sent {type(message).__name__} before its engine was there")
             case wire.Settled() if self._peer_settling:
                 self._peer_settling = False
-                self._drop({name: why for name, why in message.failed.items() if name == _VERBS}, "the peer: ")
+                self._drop({name: why for name, why in message.failed.items() if name in _SETTLING}, "the peer: ")
             case _ if self._peer_settling:
-                raise ProtocolError(f"the peer sent {type(message).__name__} before it had connected over RDMA")
+                raise ProtocolError(f"the peer sent {type(message).__name__} before it had said what moves bytes")
             case wire.Notify() if self._peer_ready:
                 self._on_notify(message)
             case wire.NotifyCredit() if self._peer_ready:

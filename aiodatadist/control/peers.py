@@ -38,7 +38,7 @@ class NativePeer:
     quiet : bool
         It can touch local memory no more.
     on_settled : callable
-        Called when an endpoint moves bytes, with nothing, or never will, and why.
+        Called when an endpoint of a transport moves bytes, with its name and nothing, or never will, and why.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class NativePeer:
         self.cluster_id = cluster_id
         self.lost = False
         self.quiet = False
-        self.on_settled: Callable[[str], None] = lambda reason: None
+        self.on_settled: Callable[[str, str], None] = lambda name, reason: None
         self._disconnected = False
         self._pings: dict[int, asyncio.Future[bool]] = {}
         self._fences: dict[int, asyncio.Future[int]] = {}
@@ -147,9 +147,10 @@ class NativePeer:
         # The engine has failed all operations; this says that the link needs it no longer.
         self.disconnect(NativeStatus.CLOSED if orderly else NativeStatus.PEER_LOST)
 
-    def _settled_event(self) -> None:
+    def _settled_event(self, transport: int) -> None:
         if not self._disconnected:
-            self.on_settled(self._native.unsettled())
+            name = _core.transport_names()[transport]
+            self.on_settled(name, self._native.unsettled(name))
 
     def _quiet_event(self) -> None:
         self._end_short()
@@ -248,7 +249,7 @@ class NativePeers:
         elif kind == _core.EVENT_FENCED:
             peer._fenced_event(token, status)
         elif kind == _core.EVENT_ENDPOINT_SETTLED:
-            peer._settled_event()
+            peer._settled_event(token)
         elif kind == _core.EVENT_PEER_LOST:
             peer._lost_event(status)
         elif kind == _core.EVENT_PEER_QUIET:

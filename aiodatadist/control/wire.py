@@ -342,7 +342,7 @@ class Attached(Message, frozen=True, kw_only=True, tag=6):
 
 
 class Settled(Message, frozen=True, kw_only=True, tag=18):
-    """Which of the agreed transports move bytes from this side. Sent by both, only where `verbs` is agreed.
+    """Which of the agreed transports move bytes from this side. Sent by both where there are some to ask.
 
     Parameters
     ----------

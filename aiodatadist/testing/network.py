@@ -25,6 +25,7 @@ from typing import Any, Final, NamedTuple
 
 from .. import _core
 from .._loop import RECEIVE_BYTES, Runtime, Stream, StreamListener, adopt_socket
+from ..config import Config
 from ..errors import ArgumentError
 from ..types import Address
 from .clock import HOST, SimulationStuck, VirtualLoop
@@ -885,6 +886,10 @@ class SimRuntime(Runtime):
     async def choose_rdma(self, devices: tuple[str, ...], gid_index: int | None) -> tuple[bool, str, int, str]:
         """Find no RDMA device."""
         return False, "", -1, "simulated processes have no RDMA"
+
+    async def open_hixl(self, config: Config, listen: str | None) -> tuple[_core.HixlEngine | None, str]:
+        """Open no HIXL engine."""
+        return None, "simulated processes have no HIXL"
 
     def probe_transports(self, names: Sequence[str]) -> list[tuple[str, bool, str]]:
         """Return which transports there are: `sim`, and tcp over the simulated network."""

@@ -79,6 +79,7 @@ typedef struct adt_transport *adt_transport_h; /* one open transport of one engi
 typedef struct adt_endpoint *adt_endpoint_h;   /* one transport's side of one link */
 typedef struct adt_mem *adt_mem_h;             /* one registered cache */
 typedef struct adt_remote *adt_remote_h;       /* one imported cache of a peer */
+typedef struct adt_hixl *adt_hixl_h;           /* the open HIXL engine of a node */
 
 /* Where memory lies. Device memory is an NPU's: neither the host nor the kernel on its behalf may touch its addresses.
    Only transports with ADT_TRANSPORT_DEVICE reach it; the others refuse it with ADT_ERR_UNSUPPORTED. */
@@ -110,10 +111,11 @@ typedef struct adt_memory {
     void *const *tensors; /* [num_tensors] base addresses, owned by the caller until dereg_mem */
     uint32_t access;      /* ADT_REMOTE_* */
     uint32_t placement;   /* ADT_PLACEMENT_* */
-    uint64_t region_id; /* memfd region that holds every tensor, or 0 */
+    uint64_t region_id;   /* memfd region that holds every tensor, or 0 */
     const void *region_base;
     uint64_t region_bytes;
     const adt_rdma_t *rdma; /* of the node, or null; valid for the call */
+    adt_hixl_h hixl;        /* of the node, or null */
 } adt_memory_t;
 
 /* What a peer needs to reach a cache: opaque bytes, and a descriptor to pass beside them (-1: none). */
@@ -125,7 +127,7 @@ typedef struct adt_key {
 
 /* How an imported cache is reached: the limits that the engine keeps when it builds batches. */
 typedef struct adt_path {
-    const char *name; /* "shm-mapped", "shm-process_vm", "tcp", "verbs", "local", static storage */
+    const char *name; /* "shm-mapped", "shm-process_vm", "tcp", "verbs", "hixl", "local", static storage */
     uint64_t max_batch_bytes;
     uint32_t max_batch_chunks;
     uint32_t can_execute; /* 1: `execute` works and takes microseconds for a small batch */
@@ -195,7 +197,7 @@ typedef struct adt_host {
     /* The endpoint's wires broke; the host disconnects it. */
     void (*endpoint_lost)(void *ctx, void *link, adt_status_t status, const char *reason);
     /* Of transports with ADT_TRANSPORT_SETTLES, once: the endpoint moves bytes, or never will, and why. */
-    void (*endpoint_settled)(void *ctx, void *link, adt_status_t status, const char *reason);
+    void (*endpoint_settled)(void *ctx, void *link, adt_transport_h transport, adt_status_t status, const char *reason);
     /* After `disconnect` returned ADT_PENDING: the peer cannot touch this side's memory by this endpoint any more. */
     void (*endpoint_gone)(void *ctx, void *link);
     /* After `dereg_mem` returned ADT_PENDING: the registration is gone. */
@@ -225,6 +227,7 @@ typedef struct adt_connect_params {
     uint64_t populate_bytes; /* how much of this peer's memory to map ahead of its first use */
     int wire;                /* the link's engine connection, borrowed for the call */
     const adt_rdma_t *rdma;  /* of the node, or null; valid for the call */
+    adt_hixl_h hixl;         /* of the node, or null */
 } adt_connect_params_t;
 
 typedef struct adt_probe {
