@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,9 @@ from aiodatadist.commands import CommandError, ascend_check, ascend_memory, doct
 from aiodatadist.commands.ascend_check import Step
 
 from .hixl_standin import Controls
+from .waiting import PATIENCE
+
+ROOT = Path(__file__).parent.parent
 
 
 class HostMemory:
@@ -106,7 +113,7 @@ async def test_nobody_serves() -> None:
 
 
 def test_without_hixl_there_is_no_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor_ascend, "probed", lambda: (False, "there is no libcann_hixl.so"))
+    monkeypatch.setattr(doctor_ascend, "probed", lambda _: (False, "there is no libcann_hixl.so"))
     for option in ("--check", "--serve"):
         assert main(["doctor", "ascend", option, "127.0.0.1:0"]) == 1
         assert "error: HIXL cannot be used: there is no libcann_hixl.so" in capsys.readouterr().err
@@ -121,7 +128,7 @@ def test_both_sides_at_once_are_wrong_use(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_command_checks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor_ascend, "probed", lambda: (True, "as on NPUs"))
+    monkeypatch.setattr(doctor_ascend, "probed", lambda _: (True, "as on NPUs"))
     monkeypatch.setattr(doctor_ascend, "memories", lambda _: (HostMemory(), HostMemory()))
     assert main(["doctor", "ascend", "--check", "127.0.0.1:1"]) == 1
     text = capsys.readouterr().out
@@ -138,6 +145,37 @@ def test_acl_that_is_not_there(tmp_path: Any) -> None:
     (tmp_path / "libascendcl.so").write_bytes(b"no library")
     with pytest.raises(CommandError, match="cannot be opened"):
         ascend_memory.NpuMemory(str(other), 0)
+
+
+@pytest.mark.hixl
+@pytest.mark.usefixtures("hixl")
+def test_two_processes_as_on_npus() -> None:
+    """The commands as people with two NPUs start them, over a stand-in for HIXL and ACL."""
+    command = [sys.executable, "-m", "aiodatadist", "doctor", "ascend", "--json"]
+    serving = subprocess.Popen(
+        [*command, "--serve", "127.0.0.1:0"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert serving.stderr is not None
+        address = re.match("serving at (.*);", serving.stderr.readline())
+        assert address
+        checking = subprocess.run(
+            [*command, "--check", address[1], "--device", "1"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+        assert checking.returncode == 0, checking.stdout + checking.stderr
+        assert serving.wait(PATIENCE) == 0
+    finally:
+        serving.kill()
+        served, _ = serving.communicate()
+    steps = {step["name"]: step for step in json.loads(checking.stdout)["steps"]}
+    assert {name for name, step in steps.items() if step["outcome"] != "ok"} == {"hccn_tool ping"}
+    assert "device: hixl" in steps["link"]["detail"]
+    assert json.loads(steps["the other side"]["detail"])["NPU"] == 0
+    assert json.loads(served)["usable"]
 
 
 @pytest.mark.hixl

@@ -51,6 +51,8 @@ def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "etc").mkdir()
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    # Other tests may have loaded a stand-in for HIXL into this process.
+    monkeypatch.setattr(doctor_ascend, "probed", lambda _: (False, "there is no libcann_hixl.so"))
 
 
 def machine(folder: Path, count: int = 2) -> None:
@@ -350,7 +352,7 @@ def test_a_card_without_its_driver(
 
 @pytest.fixture
 def usable(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    return lambda: monkeypatch.setattr(doctor_ascend, "probed", lambda: (True, "libcann_hixl.so"))
+    return lambda: monkeypatch.setattr(doctor_ascend, "probed", lambda _: (True, "libcann_hixl.so"))
 
 
 def test_a_machine_where_all_is_well(

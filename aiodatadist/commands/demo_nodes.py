@@ -523,7 +523,7 @@ async def _measure(caches: adt.CacheManager, cache: adt.Cache, request: list[int
         tensor.fill(np.nan)
     # The first is the warm-up: it meets pages that nobody has touched.
     _, *whole = await _time_pulls(caches, cache, src, dst, _WHOLE_ROUNDS + 1)
-    # In the order of the prefill node's blocks. No argsort: numpy's uses AVX2, which some emulated processors get wrong.
+    # In the order of the prefill node's blocks. No argsort: numpy's uses AVX2, which some emulated processors do wrong.
     lies = np.empty_like(dst)
     lies[src] = dst
     digest = await asyncio.to_thread(_cache_digest, cache.tensors, lies)

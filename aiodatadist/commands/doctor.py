@@ -189,8 +189,12 @@ def _versions() -> dict[str, str | None]:
     return versions
 
 
-def _transports() -> list[Transport]:
-    transports = [Transport(*found) for found in _core.probe_transports()]
+def _transports(config: Config) -> list[Transport]:
+    # HIXL is found by what the Config says.
+    transports = [
+        Transport(name, *doctor_ascend.probed(config)) if name == "hixl" else Transport(name, usable, detail)
+        for name, usable, detail in _core.probe_transports()
+    ]
     probed = {transport.name for transport in transports}
     transports += [
         Transport(name, False, "this version has no such transport yet")
@@ -218,7 +222,7 @@ def _variable(name: str, value: str) -> Variable:
     return Variable(name, value, None)
 
 
-def _settings() -> Settings:
+def _settings() -> tuple[Settings, Config]:
     environ = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_PREFIX)}
     variables = [_variable(name, value) for name, value in environ.items()]
     errors = [found.error for found in variables if found.error is not None and not found.ignored]
@@ -233,7 +237,7 @@ def _settings() -> Settings:
     for field in fields(Config):
         value = getattr(config, field.name)
         shown[field.name] = value if field.repr else (None if value is None else "set")
-    return Settings(shown, variables, errors)
+    return Settings(shown, variables, errors), config
 
 
 # Paths. -----------------------------------------------------------------------------------------------------
@@ -291,7 +295,8 @@ def _refusal(access: list[machine.Access], scope: int | None) -> str | None:
 
 def examine() -> Report:
     """Look at this process and this machine."""
-    transports, settings = _transports(), _settings()
+    settings, config = _settings()
+    transports = _transports(config)
     features, access = machine.features(), machine.memory_access()
     scope, means = machine.ptrace_scope()
     return Report(

@@ -19,11 +19,11 @@ import platform
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import aiodatadist
-from aiodatadist import _core
+from aiodatadist._hixl import open_engine
 from aiodatadist.config import Config
 
 from . import ascend_check, ascend_host
@@ -207,21 +207,21 @@ def _about_variables(variables: Sequence[Variable]) -> Iterator[Finding]:
             yield Finding("variable", f"{one.name}={one.value}: {one.judgement}", f"change it, or unset {one.name}")
 
 
-def probed() -> tuple[bool, str]:
-    """Ask the transport hixl whether it can be used, and what it has to say."""
-    return next(
-        ((usable, detail) for name, usable, detail in _core.probe_transports() if name == "hixl"),
-        (False, "this version has no such transport yet"),
-    )
+def probed(config: Config) -> tuple[bool, str]:
+    """Open HIXL as a DataDist would, and close it again; return whether that went well, and words."""
+    engine, words = open_engine(config, None)
+    return engine is not None, words
 
 
-def examine(transfer: float) -> Report:
+def examine(transfer: float, device: int | None = None) -> Report:
     """Look at this process and this machine.
 
     Parameters
     ----------
     transfer : float
         Seconds that a transfer may take, for the judgement of HCCL_RDMA_TIMEOUT.
+    device : int, optional
+        The NPU to open, in the place of `Config.device_id`.
 
     Raises
     ------
@@ -232,8 +232,8 @@ def examine(transfer: float) -> Report:
     with warnings.catch_warnings():
         # Of variables that nobody knows: `aiodatadist doctor` names them. Wrong ones of HCCL are findings.
         warnings.simplefilter("ignore")
-        Config.from_env({name: value for name, value in os.environ.items() if not name.startswith("HCCL_")})
-    usable, detail = probed()
+        config = Config.from_env({name: value for name, value in os.environ.items() if not name.startswith("HCCL_")})
+    usable, detail = probed(config if device is None else replace(config, device_id=device))
     found, cards = ascend_host.npus()
     driver, kits, network = ascend_host.driver_version(), ascend_host.toolkits(os.environ), _network(found)
     findings = [
@@ -328,9 +328,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--check", metavar="PEER", help="move memory to and from an NPU of the side that serves at HOST:PORT"
     )
     sides.add_argument("--serve", metavar="ADDRESS", help="serve one check, at HOST:PORT")
-    parser.add_argument(
-        "--device", type=_device, default=0, metavar="NUMBER", help="the NPU for --check and --serve (0)"
-    )
+    parser.add_argument("--device", type=_device, metavar="NUMBER", help="the NPU to use (AIODATADIST_DEVICE_ID, or 0)")
 
 
 def _device(text: str) -> int:
@@ -342,7 +340,7 @@ def _device(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command: print the report, and return the exit code that the module's docstring names."""
-    report = examine(arguments.transfer_timeout)
+    report = examine(arguments.transfer_timeout, arguments.device)
     with_peer = arguments.check is not None or arguments.serve is not None
     if not arguments.json:
         print("\n".join(lines(report)))
@@ -385,7 +383,10 @@ def _about(report: Report, device: int) -> dict[str, Any]:
 
 
 def _with_peer(arguments: argparse.Namespace, report: Report) -> list[ascend_check.Step]:
-    config = Config.from_env(transports=ascend_check.TRANSPORTS, device_id=arguments.device)
+    config = Config.from_env(transports=ascend_check.TRANSPORTS)
+    if arguments.device is not None:
+        config = replace(config, device_id=arguments.device)
+    device = config.device_id or 0
     steps: list[ascend_check.Step] = []
 
     def told(step: ascend_check.Step) -> None:
@@ -399,13 +400,13 @@ def _with_peer(arguments: argparse.Namespace, report: Report) -> list[ascend_che
         tool = report.network.tool
         if tool is None or not addresses:
             return None
-        pinged = [await asyncio.to_thread(ascend_host.ping, tool, arguments.device, one) for one in addresses]
+        pinged = [await asyncio.to_thread(ascend_host.ping, tool, device, one) for one in addresses]
         return "; ".join(f"{one.address}: {_about_ping(one)}" for one in pinged)
 
     # Of this thread, as the event loop is, because ACL sets an NPU for each thread.
     npu, host = memories(config)
     if arguments.serve is not None:
-        asyncio.run(ascend_check.serve(config, arguments.serve, npu, host, _about(report, arguments.device), ready))
+        asyncio.run(ascend_check.serve(config, arguments.serve, npu, host, _about(report, device), ready))
     else:
         steps = asyncio.run(ascend_check.check(config, arguments.check, npu, host, ping, told))
     if not arguments.json and arguments.check is not None:
