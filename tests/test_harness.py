@@ -19,6 +19,7 @@ markers =
     seeds: count
     torch: needs it
     unprivileged: needs it
+    verbs: needs it
 """
 
 
@@ -191,3 +192,42 @@ def test_scale_and_seeds(suite: pytest.Pytester) -> None:
             assert scale(1) == 1
     """
     run(suite, source, "--scale", "0.3").assert_outcomes(passed=3)
+
+
+VERBS = """
+    import pytest
+
+    @pytest.mark.verbs
+    def test_over_verbs():
+        pass
+"""
+
+
+def test_a_run_that_requires_verbs_and_finds_no_device_fails(
+    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here there is not even a library: what the loader finds first is none."""
+    (suite.path / "libibverbs.so.1").write_text("not a library")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(suite.path))
+    run(suite, VERBS).assert_outcomes(skipped=1)
+    result = run(suite, VERBS, "-m", "verbs", "--require", "verbs")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*requires verbs, which --require demands*"])
+
+
+def test_for_verbs_alone_only_modules_that_name_it_are_imported(suite: pytest.Pytester) -> None:
+    suite.makepyfile(test_other="raise RuntimeError('imported')", test_named=VERBS)
+    result = suite.runpytest_subprocess("-m", "verbs")
+    assert sum(result.parseoutcomes().get(end, 0) for end in ("passed", "skipped")) == 1
+    assert result.ret == pytest.ExitCode.OK
+    assert suite.runpytest_subprocess().ret == pytest.ExitCode.INTERRUPTED
+
+
+def test_a_module_with_tests_of_verbs_names_it(suite: pytest.Pytester) -> None:
+    suite.makepyfile(
+        shared="import pytest\nMARK = getattr(pytest.mark, 'ver' + 'bs')",
+        test_hidden="from shared import MARK\n\n@MARK\ndef test_it():\n    pass",
+    )
+    result = suite.runpytest_subprocess()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*must name it*test_hidden.py*"])

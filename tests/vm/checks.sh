@@ -19,7 +19,7 @@ part() {
 part doctor "$python" -m aiodatadist doctor rdma
 # Rounds are for processors, and these are emulated.
 part tests "$python" -m pytest -p no:cacheprovider -m verbs --require verbs --min-passed 1 --hang-limit 300 \
-    --scale 0.2 --durations 15 "$@"
+    --scale 0.2 --durations 25 "$@"
 part demo "$python" -m aiodatadist demo --transport verbs
 part layerwise "$python" -m aiodatadist demo --transport verbs --mode layerwise
 
