@@ -35,11 +35,12 @@ pytest.importorskip("aiohttp", reason="serving needs aiohttp")
 pytest.importorskip("prometheus_client", reason="serving needs prometheus-client")
 pytest.importorskip("threadpoolctl", reason="serving needs threadpoolctl")
 
-from aiohttp import ClientError, ClientSession
+from aiohttp import ClientError, ClientSession, web
 from msgspec.structs import replace
 
 from aiodatadist.serve.config import HealthLimits
 from aiodatadist.serve.errors import ServeError
+from aiodatadist.serve.http import make_app
 from aiodatadist.serve.protocol import DecodeJob, Peer, PrefillJob, Ticket
 from aiodatadist.serve.router import Router
 from aiodatadist.serve.worker import Worker
@@ -228,6 +229,37 @@ def replace_timeouts(seconds: float) -> Any:
     import dataclasses
 
     return dataclasses.replace(QUICK, prefill=seconds, first_token=seconds, transfer=seconds)
+
+
+async def test_a_client_that_a_write_finds_gone_is_no_error_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    ends: list[str] = []
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        assert request.transport is not None
+        request.transport.abort()
+        try:
+            while True:
+                await response.write(b"x" * 1000)
+                await asyncio.sleep(0)
+        except ConnectionError:
+            ends.append("gone")
+            raise
+
+    app = make_app(cluster_key=None, api_key=None, public=(), open_to_all=())
+    app.add_routes([web.get("/", stream)])
+    # Without cancellation, as where the write is faster than the server's own look.
+    runner = web.AppRunner(app, handler_cancellation=False, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    async with client() as http:
+        with contextlib.suppress(ClientError):
+            async with http.get(f"http://127.0.0.1:{runner.addresses[0][1]}/") as reply:
+                await reply.read()
+        await until(lambda: ends)
+    await runner.cleanup()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 # Ids, leases, the breaker. ----------------------------------------------------------------------------------

@@ -221,7 +221,9 @@ def run(arguments: argparse.Namespace) -> int:
     if missing := tuple(name for name in packages if find_spec(name) is None):
         raise ExtraMissing(extra="serve", packages=missing)
     # The library leaves its logger to the application, and here that is this command.
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    # A whole cluster says what it does in its processes.
+    level = logging.WARNING if arguments.what == "pd" else logging.INFO
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     if getattr(arguments, "model", None) is not None:
         find_model(arguments.model).fetch(lambda line: print(line, file=sys.stderr, flush=True))
     if arguments.what == "pd":

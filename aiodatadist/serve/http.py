@@ -90,7 +90,7 @@ def make_app(
             response.headers.update({k: v for k, v in why.headers.items() if k == "Allow"})
             return response
         except ConnectionError:
-            raise  # the client is gone: nobody to answer
+            return web.Response(status=499)  # the client is gone: nobody to answer, and no error of this server
         except Exception as why:
             _log.exception("a request failed", path=request.path)
             return error_answer(ServeError("internal_error", f"{type(why).__name__}: {why}"))
