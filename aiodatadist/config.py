@@ -86,7 +86,8 @@ class Config:
     transports : tuple of str
         Transports that links may use, best first. A link takes the first that works with its peer;
         ``link.path`` says which, and why not the others. This version has ``"shm"``, ``"tcp"`` and, on machines
-        with RDMA, ``"verbs"``, which pins the memory of registered caches; the other known names count as not usable.
+        with RDMA, ``"verbs"``, or with Ascend NPUs, ``"hixl"``. These two pin the memory of registered caches. The
+        other known names count as not usable.
     cluster_key : bytes, optional
         A secret of 16 to 1024 bytes that both ends of every link have to prove; it never travels. Never shown by
         ``repr()``, and not read from the environment.

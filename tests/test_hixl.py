@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import aiodatadist as adt
 from aiodatadist import _core, _hixl
 
+from .conftest import Scale
 from .hixl_standin import Acl, Controls
 from .pairs import OWNER, USER, Pair, linked, pattern
 from .waiting import until
@@ -350,3 +352,72 @@ def test_an_engine_that_nobody_uses_ends(hixl: Controls) -> None:
     del engine
     assert stats()["engines"] == 0
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("engine", ["client-server", "hccl-comm"])
+async def test_random_rounds_leave_memory_quiet(
+    hixl: Controls, monkeypatch: pytest.MonkeyPatch, engine: str, scale: Scale
+) -> None:
+    """Stalls, failures, cancels, deadlines, late caches and caches taken back, all at once: what is done is quiet."""
+    monkeypatch.setenv("HIXL_STANDIN_ENGINE", engine)
+    rng = random.Random(f"hixl {engine}")
+    async with over_hixl(drain_timeout=0.02) as pair:
+        theirs, mine = await caches(pair)
+        hixl.set("REUSE", rng.randrange(2))
+        for number in range(scale(8)):
+            hixl.set("DELAY_US", rng.choice((0, 300)))
+            hixl.set("STALL", rng.choice((0, 0, 1, 3)))
+            hixl.set("STALL_MS", rng.choice((0, 30)))
+            hixl.set("FAIL", rng.choice((0, 0, 2)))
+            extra = None
+            if rng.random() < 0.5:
+                extra = pair.owner.cache_manager.register_blocks_cache(
+                    pattern(number, SHAPE), key=adt.BlocksCacheKey(OWNER, model_id=1 + number)
+                )
+            before = [tensor.copy() for tensor in theirs.tensors]
+            order = rng.sample(range(SHAPE[0]), SHAPE[0])
+            quiet: dict[int, bytes] = {}
+            pulls = []
+            for start in range(0, len(order), 4):
+                blocks = order[start : start + 4]
+                timeout = rng.choice((0.5, 0.5, 0.005))
+                pull = pair.user.cache_manager.pull_blocks(KEY, mine, blocks[::-1], blocks, timeout=timeout)
+                pull.add_done_callback(_Held(mine, blocks, quiet))
+                pulls.append((pull, blocks))
+            await asyncio.sleep(rng.random() * 0.01)
+            for pull, _ in rng.sample(pulls, 4):
+                pull.cancel()
+            if extra is not None:
+                await extra.ready()
+                await pair.owner.cache_manager.unregister_cache(extra, timeout=120.0)
+            results = await asyncio.gather(*(pull for pull, _ in pulls), return_exceptions=True)
+            hixl.set("STALL", 0)
+            for (_, blocks), result in zip(pulls, results, strict=True):
+                if isinstance(result, BaseException):
+                    # One may fail twice by the failures of its neighbours' connection.
+                    allowed = (asyncio.CancelledError, adt.TransferTimeout, adt.TransportError)
+                    assert isinstance(result, allowed), result
+                else:
+                    same(theirs, mine, blocks[::-1], blocks)
+            await asyncio.sleep(0.01)
+            assert len(quiet) == SHAPE[0]
+            assert all(_held(mine, block) == was for block, was in quiet.items())
+            for tensor, was in zip(theirs.tensors, before, strict=True):
+                np.testing.assert_array_equal(tensor, was)
+        hixl.set("FAIL", 0)
+        await pair.user.cache_manager.pull_blocks(KEY, mine, [3], [4])
+        same(theirs, mine, [3], [4])
+
+
+class _Held:
+    """Keeps what blocks hold when their transfer is done."""
+
+    def __init__(self, cache: adt.Cache, blocks: list[int], into: dict[int, bytes]) -> None:
+        self.cache, self.blocks, self.into = cache, blocks, into
+
+    def __call__(self, done: object) -> None:
+        self.into.update((block, _held(self.cache, block)) for block in self.blocks)
+
+
+def _held(cache: adt.Cache, block: int) -> bytes:
+    return b"".join(tensor[block].tobytes() for tensor in cache.tensors)

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from aiodatadist import _core
+from aiodatadist._hixl import open_engine
+from aiodatadist.config import Config
 from aiodatadist.errors import UsageError
 
 if TYPE_CHECKING:
@@ -127,6 +129,10 @@ def _rdma(*, alone: bool) -> list[str]:
     reasons = []
     for name in _RDMA:
         usable, reason = probed.get(name, (False, "not in this build"))
+        if name == "hixl":  # only an engine says whether it works
+            engine, reason = open_engine(Config.from_env(), None)
+            usable = engine is not None
+            del engine
         if usable:
             return [name]
         reasons.append(f"{name}: {reason}")
