@@ -150,6 +150,7 @@ def test_every_limit_can_be_set() -> None:
         (("--health", "drain=-1"), "drain of the health limits is -1 s; give at least 0"),
         (("--heartbeat", "0"), "the heartbeat is 0 s; give 0.05 to 1000"),
         (("--retries", "-1"), "retries is -1; give at least 0"),
+        (("--migrate", "-1"), "migrate is -1; give at least 0"),
     ],
 )
 def test_limits_that_cannot_be_are_refused(words: tuple[str, ...], message: str) -> None:

@@ -27,7 +27,8 @@ from aiodatadist.serve.config import SchedulerConfig, Timeouts
 from aiodatadist.serve.errors import ServeError
 from aiodatadist.serve.openai import read_request
 from aiodatadist.serve.redis_scheduler import RedisScheduler, Scheduled
-from aiodatadist.serve.redis_store import Result, Store, pack
+from aiodatadist.serve.redis_store import Store, pack
+from aiodatadist.serve.results import Result
 
 from .serve_local import inner_cluster, local_worker
 from .test_serve import Server, client, complete, events, get, post, wait_for
@@ -376,9 +377,9 @@ async def test_a_result_that_cannot_be_taken_ends_its_request_and_is_not_read_ag
     await scheduler._read()
     assert read == [b"0", b"1"]
     with pytest.raises(ServeError) as failed:
-        await bad.begun()
+        await bad.wait_begun()
     assert failed.value.code == "internal_error"
-    await good.begun()
+    await good.wait_begun()
 
 
 # Results of several runs. -----------------------------------------------------------------------------------

@@ -185,12 +185,12 @@ async def test_a_worker_that_drains_reserves_nothing_and_serves_what_it_had_rese
         await until(lambda: decode.running.closed)
         status, refused = await post(http, f"{decode.url}/pd/reserve", **job("s"))
         assert (status, refused["error"]["code"]) == (503, "draining")
+        assert not drained.done()  # for what is reserved
         for request_id, code in (("r", "transfer_timeout"), ("s", "draining")):
             ticket = {
                 "request_id": request_id, "attempt": 0, "owner": reserved["owner"], "lease": 0, "blocks": [],
                 "prompt_tokens": 1, "cached_tokens": 0, "token": 1, "ttl_s": 1.0, "pushed": True,
             }  # fmt: skip
-            assert not drained.done()
             generation = job(request_id)["generation"] | {"prompt": ""}
             _, ended = await post(http, f"{decode.url}/pd/decode", generation=generation, ticket=ticket)
             # The first is let in, and waits for a commit that nobody sends.

@@ -163,6 +163,13 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--heartbeat", type=float, default=2.0, metavar="S", help="of workers; 3 missing: lost (2)")
     parser.add_argument("--retries", type=int, default=2, metavar="N", help="attempts of a request after the first (2)")
+    parser.add_argument(
+        "--migrate",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how often another worker goes on with an answer whose worker dies (0)",
+    )
 
 
 def _add_timeouts(parser: argparse.ArgumentParser) -> None:
@@ -276,6 +283,7 @@ def _router_config(arguments: argparse.Namespace) -> RouterConfig:
         cluster_key=_read_bytes(arguments.cluster_key_file),
         heartbeat=arguments.heartbeat,
         retries=arguments.retries,
+        migrate=arguments.migrate,
         health=_settings(HealthLimits(), arguments.health, "--health"),
         timeouts=_timeouts(arguments),
         scheduler=fastdeploy.scheduler_config(arguments, _read_text(arguments.scheduler_password_file)),
@@ -345,6 +353,7 @@ def _cluster_options(arguments: argparse.Namespace) -> tuple[list[str], list[str
     router_options = ["--port", str(arguments.port), "--mode", mode, *policies]
     router_options += ["--queue", str(arguments.queue), "--queue-wait", str(arguments.queue_wait)]
     router_options += ["--heartbeat", str(arguments.heartbeat), "--retries", str(arguments.retries)]
+    router_options += ["--migrate", str(arguments.migrate)]
     router_options += [word for limit in arguments.health for word in ("--health", limit.text)]
     if arguments.request_timeout_secs is not None:
         router_options += ["--request-timeout-secs", str(arguments.request_timeout_secs)]

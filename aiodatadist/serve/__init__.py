@@ -27,6 +27,7 @@ module             concern
 `dispatch`         attempts and retries; `flows` the orders of hand-over; `legs` the calls to workers
 `probing`          whether workers are who and where they say; `prefix_tree` who has had which prompts
 `admission`        how much a router takes
+`results`          answers by pieces that carry their position; `migrating` streams that survive their decode worker
 `redis_scheduler`  routers that share their work by Redis: the client's side; `redis_runs` the working side,
                    `redis_store` names, messages and scripts
 `metrics`          what is counted

@@ -159,7 +159,9 @@ class RouterConfig:
     heartbeat
         Seconds between two heartbeats of a worker. Three that are missing make it a lost one.
     retries
-        Attempts after the first, for each request.
+        Attempts after the first, for each request, before its first byte.
+    migrate
+        How often an answer whose worker dies after that is begun anew by another, and goes on where it was.
     max_running
         Requests that are with workers at once; None: `RUNNING_PER_SLOT` for each slot of decode and mixed workers.
     queue_size, queue_wait
@@ -183,6 +185,7 @@ class RouterConfig:
     mixed_policy: str = "round_robin"
     heartbeat: float = 2.0
     retries: int = 2
+    migrate: int = 0
     max_running: int | None = None
     queue_size: int = 256
     queue_wait: float = 10.0
@@ -201,6 +204,8 @@ class RouterConfig:
             raise ConfigError(f"the heartbeat is {self.heartbeat:g} s; give 0.05 to 1000")
         if self.retries < 0:
             raise ConfigError(f"retries is {self.retries}; give at least 0")
+        if self.migrate < 0:
+            raise ConfigError(f"migrate is {self.migrate}; give at least 0")
         if self.queue_size < 0 or self.queue_wait <= 0:
             raise ConfigError(
                 f"queue_size is {self.queue_size}, queue_wait {self.queue_wait:g} s; give at least 0, and more than 0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 from typing import Final
 
 import msgspec
@@ -115,15 +116,16 @@ class Dispatcher:
             if fits(prefill.registration, member.registration, mode)
         ]
 
-    async def open(self, generation: Generation, *, first_attempt: int = 0) -> Upstream:
+    async def open(self, generation: Generation, *, first_attempt: int = 0, suspect: str = "") -> Upstream:
         """Have a request served; returns with the first bytes of its answer. Raises ServeError.
 
         Pairs are preferred; a mixed worker serves where there is no pair. Workers tell attempts apart by their
-        numbers, which count up from `first_attempt`.
+        numbers, which count up from `first_attempt`. The worker `suspect` gets it only if there is no other.
         """
         self._check_model(generation.model)
         self.budget.earn()
         attempts = Attempts(self, generation, first_attempt)
+        attempts.suspects.add(suspect)
         last: ServeError | None = None
         while True:
             attempts.mode = self._next_mode()
@@ -149,6 +151,11 @@ class Dispatcher:
                 attempts.number += 1
                 # The other half of the pair may be tried again; so may this one, if nothing says it was its fault.
                 (attempts.avoid if why.at_fault or why.retry_after else attempts.suspects).add(why.worker_id)
+
+    async def open_again(self, generation: Generation, suspect: str = "") -> Upstream:
+        """Begin a request that may have been begun before, and may still be under way somewhere. See `open`."""
+        # No other run of this request has such numbers.
+        return await self.open(generation, first_attempt=secrets.randbits(48), suspect=suspect)
 
     def _next_mode(self) -> str:
         """Return the hand-over of the next attempt: all come equally often, and at no beat.

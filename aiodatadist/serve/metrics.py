@@ -160,6 +160,7 @@ class RouterMetrics(_Page):
         self.requests: Counter[tuple[int, str]] = Counter()
         self.retries: Counter[str] = Counter()
         self.lost = 0
+        self.migrations = 0
         self.in_flight = 0
         self.seconds: dict[str, Histogram] = {name: Histogram() for name in ("queue", "ttft", "tpot", "e2e")}
         self.gauge("router_in_flight", "Requests of clients under way", lambda: self.in_flight)
@@ -192,6 +193,9 @@ class RouterMetrics(_Page):
         )
         yield _counters(
             "aiodatadist_router_retries", "Attempts after the first, by the error before", ["code"], self.retries
+        )
+        yield CounterMetricFamily(
+            "aiodatadist_router_migrations", "Answers that another worker went on with", value=self.migrations
         )
         yield CounterMetricFamily("aiodatadist_router_lost_workers", "Workers that fell silent", value=self.lost)
         helps = {

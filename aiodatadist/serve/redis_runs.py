@@ -9,21 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any, Final
+from collections.abc import AsyncIterator
+from typing import Final
 
 import msgspec
-from msgspec.structs import replace
 
 from aiodatadist.observe import get_logger
 
 from .background import beside, log_failure
 from .dispatch import Dispatcher
-from .errors import CODES, ServeError
+from .errors import ServeError
 from .legs import Upstream
+from .migrating import Moves
 from .protocol import Generation
-from .redis_store import GROUP, TROUBLE, Outbox, Result, ScheduledJob, Store, pack
+from .redis_store import GROUP, TROUBLE, Outbox, ScheduledJob, Store, pack
+from .results import Result
 
 __all__ = ["Runs"]
 
@@ -197,85 +197,23 @@ class Runs:
         self._outbox.tell("EXPIRE", key, self._store.config.ttl)
 
     async def _serve(self, job: ScheduledJob) -> Result:
-        # The front makes of it what its client asked for.
-        generation = replace(job.generation, stream=True, include_usage=True, return_token_ids=True)
-        upstream = await self._open(generation)
-        result = Result(request_id=generation.request_id)
-        at = text_at = 0
-        try:
-            async with contextlib.aclosing(_events(upstream)) as events:
-                async for event in events:
-                    for choice in event.choices:
-                        text = choice.text if choice.delta is None else choice.delta.content
-                        result = Result(
-                            request_id=generation.request_id, at=at, text_at=text_at,
-                            tokens=choice.token_ids, text=text, finish=choice.finish_reason,
-                        )  # fmt: skip
-                        at, text_at = at + len(choice.token_ids), text_at + len(text)
-                        self._publish(job, result)
-                    if event.usage is not None:
-                        cached = event.usage.prompt_tokens_details.cached_tokens
-                        result = replace(
-                            result, at=at, text_at=text_at, tokens=(), text="", last=True,
-                            prompt_tokens=event.usage.prompt_tokens, cached_tokens=cached,
-                        )  # fmt: skip
-        finally:
-            upstream.close()
-        if not result.last:
-            raise ServeError("stream_broken", f"{upstream.member.worker_id} broke off in the middle of an answer")
-        return result
+        # The front makes of it what its client asked for, and drops what it has after a move.
+        moves = Moves(self._dispatcher, job.generation, self._open)
+        end = Result(request_id=job.generation.request_id)
+        async with contextlib.aclosing(moves.results()) as results:
+            async for result in results:
+                if result.last:
+                    end = result
+                else:
+                    self._publish(job, result)
+        return end
 
-    async def _open(self, generation: Generation) -> Upstream:
+    async def _open(self, generation: Generation, suspect: str) -> Upstream:
         while True:
             try:
-                # No other run of this request has such numbers, should one still be under way somewhere.
-                return await self._dispatcher.open(generation, first_attempt=secrets.randbits(48))
+                return await self._dispatcher.open_again(generation, suspect)
             except ServeError as why:
                 if why.code not in _WANT_OF_ROOM or not self._dispatcher.config.wait_for_room:
                     raise
             # It waits, as in the stream. Whoever wants it no more says so there.
             await asyncio.sleep(_ROOM_PAUSE)
-
-
-class _Delta(msgspec.Struct):
-    content: str = ""
-
-
-class _Choice(msgspec.Struct):
-    text: str = ""
-    delta: _Delta | None = None
-    token_ids: list[int] = []
-    finish_reason: str | None = None
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int = 0
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int
-    prompt_tokens_details: _Details = msgspec.field(default_factory=_Details)
-
-
-class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: dict[str, Any] | None = None
-
-
-async def _events(upstream: Upstream) -> AsyncGenerator[_Event]:
-    """Yield the events of a worker's stream. Raises ServeError."""
-    decoder = msgspec.json.Decoder(_Event)
-    rest = b""
-    async with contextlib.aclosing(upstream.chunks()) as chunks:
-        async for chunk in chunks:
-            *whole, rest = (rest + chunk).split(b"\n\n")
-            for line in whole:
-                data = line.removeprefix(b"data: ")
-                if data == b"[DONE]":
-                    continue
-                event = decoder.decode(data)
-                if event.error is not None:
-                    code = str(event.error.get("code"))
-                    raise ServeError(code if code in CODES else "worker_failed", str(event.error.get("message")))
-                yield event

@@ -30,12 +30,11 @@ from aiodatadist.observe import get_logger
 from .background import beside
 from .config import SchedulerConfig, Timeouts
 from .dispatch import Dispatcher
-from .errors import CODES, ServeError
-from .openai import Answer
+from .errors import ServeError
 from .protocol import Generation
 from .redis_runs import Runs
-from .redis_store import LIFE, TROUBLE, Outbox, Result, ScheduledJob, Store
-from .text import Piece
+from .redis_store import LIFE, TROUBLE, Outbox, ScheduledJob, Store
+from .results import Merged, Result
 
 __all__ = ["RedisScheduler", "Scheduled", "redis_scheduler"]
 
@@ -47,7 +46,7 @@ _FLUSH: Final = 2.0
 _log = get_logger().bind(part="serve")
 
 
-class Scheduled:
+class Scheduled(Merged):
     """A request of a client of this router, under way; to be used like a `legs.Upstream`.
 
     Parameters
@@ -61,67 +60,33 @@ class Scheduled:
     status: Final = 200
 
     def __init__(self, scheduler: RedisScheduler, generation: Generation, idle: float) -> None:
-        self.generation = generation
-        self.content_type = "text/event-stream" if generation.stream else "application/json"
+        super().__init__(generation)
         self.route: dict[str, str] = {}  # it is another router that knows
         self.submitted = False
-        self.lost = False
         self._scheduler = scheduler
         self._idle = idle
-        self._tokens: list[int] = []
-        self._text = ""
-        self._finish: str | None = None
-        self._pieces: list[Piece] = []
-        self._usage: tuple[int, int] | None = None
-        self._error: ServeError | None = None
         self._news = asyncio.Event()
 
-    def take(self, result: Result) -> None:
-        """Take a result in, whichever run of the request wrote it. What is here already is dropped."""
-        if self._error is not None or self._usage is not None:
-            return
-        if result.error is not None:
-            self._error = ServeError(result.error if result.error in CODES else "worker_failed", result.text)
-        elif result.at > len(self._tokens) or result.text_at > len(self._text):
-            self.lost = True  # what comes between was lost with Redis: only another run can say it
-            return
-        else:
-            self._merge(result)
-        self._news.set()
-
-    def _merge(self, result: Result) -> None:
-        known, known_text = len(self._tokens) - result.at, len(self._text) - result.text_at
-        if (
-            self._tokens[result.at :][: len(result.tokens)] != list(result.tokens[:known])
-            or self._text[result.text_at :][: len(result.text)] != result.text[:known_text]
-        ):
-            # Only where the model does not write the same each time.
-            self._error = ServeError("stream_broken", "the request was begun again, and the answer was another one")
-            return
-        tokens, text = list(result.tokens[known:]), result.text[known_text:]
-        self._tokens += tokens
-        self._text += text
-        finish = result.finish if self._finish is None else None
-        if tokens or text or finish:
-            self._pieces.append(Piece(text, tokens, finish))
-        self._finish = self._finish or finish
-        if result.last:
-            self._usage = result.prompt_tokens, result.cached_tokens
+    def take(self, result: Result) -> bool:
+        """See `Merged`."""
+        taken = super().take(result)
+        if taken:
+            self._news.set()
+        return taken
 
     def fail(self, error: ServeError) -> None:
         """End it with an error."""
-        self._error = error
+        self.error = error
         self._news.set()
 
-    async def begun(self) -> None:
+    async def wait_begun(self) -> None:
         """Wait for the first result. Raises ServeError if it is an error."""
         await self._news.wait()
-        if self._error is not None and not self._pieces:
-            raise self._error
+        if self.error is not None and not self.begun:
+            raise self.error
 
     async def chunks(self) -> AsyncGenerator[bytes]:
         """Yield the body as it comes. Raises ServeError."""
-        answer = Answer(self.generation, 0, 0)
         while True:
             try:
                 async with asyncio.timeout(self._idle):
@@ -129,24 +94,12 @@ class Scheduled:
             except TimeoutError as why:
                 raise ServeError("stream_broken", f"no word of the request for {self._idle:g} s") from why
             self._news.clear()
-            if self.generation.stream:
-                pieces, self._pieces = self._pieces, []
-                for piece in pieces:
-                    if event := answer.event(piece):
-                        yield event
-            if self._error is not None:
-                raise self._error
-            if self._usage is not None:
-                yield self._end()
+            for chunk in self.write():
+                yield chunk
+            if self.error is not None:
+                raise self.error
+            if self.complete:
                 return
-
-    def _end(self) -> bytes:
-        # The numbers of the usage come with the end, and the end is the first to need them.
-        answer, whole = Answer(self.generation, *self._usage or (0, 0)), Piece(self._text, self._tokens, self._finish)
-        if not self.generation.stream:
-            return answer.whole([whole])
-        answer.event(whole)
-        return answer.last()
 
     def close(self) -> None:
         """Say that nobody waits for it any more. Again is no error."""
@@ -186,7 +139,7 @@ class RedisScheduler:
             if await self._store.submit(self._job(call), limit=self._store.config.limit) == "full":
                 raise ServeError("queue_full", f"{self._store.config.limit} requests are with the scheduler")
             call.submitted = True
-            await call.begun()
+            await call.wait_begun()
         except BaseException:
             call.close()
             raise

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import msgspec
@@ -33,7 +33,7 @@ from .config import SchedulerConfig
 from .errors import ServeError
 from .protocol import Generation, Id, Message
 
-__all__ = ["GROUP", "LIFE", "TROUBLE", "Outbox", "Result", "ScheduledJob", "Store", "pack"]
+__all__ = ["GROUP", "LIFE", "TROUBLE", "Outbox", "ScheduledJob", "Store", "pack"]
 
 GROUP: Final = "routers"
 TROUBLE: Final = (RedisError, OSError, TimeoutError)
@@ -60,33 +60,6 @@ class ScheduledJob(Message, frozen=True):
 
     router_id: Id
     generation: Generation
-
-
-class Result(Message, frozen=True):
-    """A piece of an answer.
-
-    Attributes
-    ----------
-    at, text_at
-        How many tokens and characters of the answer come before it: whoever has them already drops them.
-    finish
-        The finish reason; None: more comes.
-    prompt_tokens, cached_tokens
-        With the last piece, for which `last` is true.
-    error
-        Code of `errors.CODES` if the request ends with an error, which `text` explains.
-    """
-
-    request_id: Id
-    at: int = 0
-    text_at: int = 0
-    tokens: Sequence[int] = ()
-    text: str = ""
-    finish: str | None = None
-    last: bool = False
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    error: str | None = None
 
 
 # Take a request in, unless it is known or there is no room. With force it is known no more.

@@ -24,6 +24,7 @@ from .errors import ServeError
 from .http import REQUEST_ID, answer, make_app, serving
 from .legs import Legs, Upstream
 from .metrics import CONTENT_TYPE, RouterMetrics
+from .migrating import Migrating
 from .probing import Prober, check_address
 from .protocol import (
     ROLES,
@@ -160,7 +161,7 @@ class Router:
         self, request: web.Request, generation: Generation, began: float
     ) -> tuple[web.StreamResponse, ServeError | None]:
         """Pass an answer on; returns it, and what broke it after it had begun well."""
-        upstream = await (self.dispatcher if self.scheduler is None else self.scheduler).open(generation)
+        upstream = await self._open(generation)
         self.metrics.seconds["ttft"].observe(time.perf_counter() - began)
         headers = {REQUEST_ID: generation.request_id, "Content-Type": upstream.content_type, **upstream.route}
         try:
@@ -174,12 +175,19 @@ class Router:
         finally:
             upstream.close()
 
+    async def _open(self, generation: Generation) -> Upstream | Scheduled | Migrating:
+        if self.scheduler is not None:
+            return await self.scheduler.open(generation)
+        if self.config.migrate:
+            return await Migrating(self.dispatcher, generation).open()
+        return await self.dispatcher.open(generation)
+
     async def _stream(
         self,
         request: web.Request,
         response: web.StreamResponse,
         chunks: AsyncGenerator[bytes],
-        upstream: Upstream | Scheduled,
+        upstream: Upstream | Scheduled | Migrating,
     ) -> ServeError | None:
         broken: ServeError | None = None
         await response.prepare(request)
