@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import aiodatadist as adt
+from aiodatadist import llm_datadist as llm
+from aiodatadist.llm_datadist import _engine
 
 from .pairs import OWNER
 from .test_buffers import ON_NPU, Npu
@@ -45,3 +49,31 @@ async def test_transports_say_what_works() -> None:
         assert "SimCluster" in dd.transports["sim"]
     with pytest.raises(adt.ClosedError):
         _ = dd.transports
+
+
+def test_where_there_are_npus_the_drop_in_takes_none_of_it_for_the_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver shows an NPU, and there is no CANN: addresses of an NPU are refused, whatever they are here."""
+    (tmp_path / "davinci0").touch()
+    monkeypatch.setattr(_engine, "_DEV", tmp_path)
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    config = llm.LLMConfig()
+    config.enable_cache_manager = True
+    node = llm.LLMDataDist(llm.LLMRole.DECODER, OWNER)
+    node.init(config.generate_options())
+    try:
+        memory = np.zeros((4, 3), np.float16)
+        for placement, status in (
+            (llm.Placement.HOST, None),
+            (llm.Placement.DEVICE, llm.LLMStatusCode.LLM_FEATURE_NOT_ENABLED),
+        ):
+            desc = llm.CacheDesc(1, (4, 3), llm.DataType.DT_FLOAT16, placement)
+            if status is None:
+                node.cache_manager.register_blocks_cache(desc, [memory.ctypes.data])
+                continue
+            with pytest.raises(llm.LLMException, match="memory of an NPU") as caught:
+                node.cache_manager.register_blocks_cache(desc, [memory.ctypes.data])
+            assert caught.value.status_code == status
+    finally:
+        node.finalize()
