@@ -35,10 +35,10 @@ std::string loader_error() {
 }
 
 // Opens all in their order. Empty: done.
-std::string open_all(const HixlPlaces &places, HixlLibrary &out) {
+std::string open_all(const HixlPlaces &places, HixlLibrary &out, void *&hixl) {
     // Lazily: the shim is to find what it calls, and libraries of CANN may name symbols that nobody ever needs.
     if (dlopen(places.metadef.c_str(), RTLD_LAZY | RTLD_GLOBAL) == nullptr) return loader_error();
-    void *const hixl = dlopen(places.hixl.c_str(), RTLD_LAZY | RTLD_GLOBAL);
+    hixl = dlopen(places.hixl.c_str(), RTLD_LAZY | RTLD_GLOBAL);
     if (hixl == nullptr) return loader_error();
     void *const acl = dlopen(places.acl.c_str(), RTLD_LAZY | RTLD_GLOBAL);
     if (acl == nullptr) return loader_error();
@@ -61,8 +61,11 @@ std::string open_all(const HixlPlaces &places, HixlLibrary &out) {
     return {};
 }
 
-bool same(const HixlPlaces &a, const HixlPlaces &b) {
-    return a.metadef == b.metadef && a.hixl == b.hixl && a.acl == b.acl && a.shim == b.shim;
+// Whether a name leads to a library that is open already: by another path, or by its name alone.
+bool leads_to(const std::string &name, void *opened) {
+    void *const found = dlopen(name.c_str(), RTLD_LAZY | RTLD_NOLOAD);
+    if (found != nullptr) dlclose(found);
+    return found == opened;
 }
 
 }  // namespace
@@ -70,20 +73,21 @@ bool same(const HixlPlaces &a, const HixlPlaces &b) {
 const HixlLibrary *HixlLibrary::get(const HixlPlaces &places, std::string &why) {
     static std::mutex mu;
     static HixlLibrary *opened = nullptr;
-    static HixlPlaces *where = nullptr;
+    static void *handle = nullptr;
+    static std::string *where = nullptr;
     const std::lock_guard<std::mutex> lock(mu);
     if (opened != nullptr) {
-        if (same(places, *where)) return opened;
-        why = "this process has opened " + where->hixl + " already, and cannot open " + places.hixl + " as well";
+        if (leads_to(places.hixl, handle)) return opened;
+        why = "this process has opened " + *where + " already, and cannot open " + places.hixl + " as well";
         return nullptr;
     }
     auto *const made = new HixlLibrary{};
-    why = open_all(places, *made);
+    why = open_all(places, *made, handle);
     if (!why.empty()) {
         delete made;
         return nullptr;
     }
-    where = new HixlPlaces(places);
+    where = new std::string(places.hixl);
     opened = made;
     return opened;
 }

@@ -23,7 +23,7 @@ struct HixlLibrary {
     int32_t (*set_device)(int32_t device);  // aclrtSetDevice, for the calling thread
 
     // Opened at the first call and never closed: CANN keeps threads and handlers. Null, and why: something is missing,
-    // or other places were named before. May take long.
+    // or another library was opened before. May take long.
     static const HixlLibrary *get(const HixlPlaces &places, std::string &why);
 };
 
