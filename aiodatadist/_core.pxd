@@ -399,6 +399,8 @@ cdef extern from "verbs_stats.hpp" namespace "adt" nogil:
         CAtomic64 message_bytes
         CAtomic32 sge
         CAtomic32 requests
+        CAtomic32 stuck_queue_pairs
+        CAtomic32 stuck_registrations
     CVerbsLimits &verbs_limits()
     cbool c_choose_rdma "adt::choose_rdma"(
         const vector[string] &devices, int32_t gid_index, string &device, int32_t &chosen, string &words) except +

@@ -135,12 +135,15 @@ def rdma_stats():
     }
 
 
-def limit_rdma(*, uint64_t registration_bytes=0, uint64_t message_bytes=0, uint32_t sge=0, uint32_t requests=0):
+def limit_rdma(*, uint64_t registration_bytes=0, uint64_t message_bytes=0, uint32_t sge=0, uint32_t requests=0,
+               uint32_t stuck_queue_pairs=0, uint32_t stuck_registrations=0):
     """Have RDMA devices count as less able from now on, for tests. 0: as able as they are."""
     verbs_limits().registration_bytes.store(registration_bytes)
     verbs_limits().message_bytes.store(message_bytes)
     verbs_limits().sge.store(sge)
     verbs_limits().requests.store(requests)
+    verbs_limits().stuck_queue_pairs.store(stuck_queue_pairs)
+    verbs_limits().stuck_registrations.store(stuck_registrations)
 
 
 def copy_kernel():

@@ -57,7 +57,8 @@ _COUNTS: Final[Mapping[str, tuple[int, int]]] = {
 }
 _OPTIONAL_COUNTS: Final = frozenset({"rdma_gid_index", "device_id"})
 _NAMES: Final = frozenset({"transports", "rdma_devices"})
-# What other programs' users have set already. It counts where the variable of our own is not set.
+# What other programs' users have set already. It counts where the variable of our own is not set, and only with verbs:
+# who does not use it must not meet what others have got wrong.
 _ALIASES: Final[Mapping[str, str]] = {
     "KVCACHE_RDMA_NICS": "rdma_devices",
     "HCCL_RDMA_TC": "rdma_traffic_class",
@@ -220,8 +221,8 @@ class Config:
         Each field but `cluster_key` has a variable, such as ``AIODATADIST_TRANSPORTS=tcp`` or
         ``AIODATADIST_COPY_THREADS=4``. Sizes take a suffix (``256KiB``, ``4GiB``), optional times ``none``,
         and bools ``1``, ``0``, ``true`` or ``false``. A variable that is set but empty counts as not set. Where those
-        for RDMA are not set, ``KVCACHE_RDMA_NICS`` and ``HCCL_RDMA_TC``, ``_SL``, ``_TIMEOUT`` and ``_RETRY_CNT`` are
-        read in their place.
+        for RDMA are not set and `transports` holds verbs, ``KVCACHE_RDMA_NICS`` and ``HCCL_RDMA_TC``, ``_SL``,
+        ``_TIMEOUT`` and ``_RETRY_CNT`` are read in their place.
 
         Parameters
         ----------
@@ -261,7 +262,9 @@ class Config:
             elif name not in overrides and environ[variable].strip():
                 values[name] = _from_text(variable, name, environ[variable].strip())
                 read.append(variable)
-        for variable, name in _ALIASES.items():
+        transports = overrides.get("transports", values.get("transports", ()))
+        aliases = _ALIASES if isinstance(transports, (tuple, list)) and "verbs" in transports else {}
+        for variable, name in aliases.items():
             if name not in values and name not in overrides and environ.get(variable, "").strip():
                 values[name] = _from_text(variable, name, environ[variable].strip())
                 read.append(variable)

@@ -187,18 +187,28 @@ def test_names_of_others_for_rdma() -> None:
         "HCCL_RDMA_TIMEOUT": "20",
         "HCCL_RDMA_RETRY_CNT": "3",
     }
-    config = Config.from_env(theirs)
+    config = Config.from_env(theirs, transports=("verbs", "tcp"))
     assert config.rdma_devices == ("mlx5_0", "mlx5_1:2")
     assert (config.rdma_traffic_class, config.rdma_service_level) == (132, 4)
     assert (config.rdma_timeout, config.rdma_retry_count) == (20, 3)
     ours = {"AIODATADIST_RDMA_DEVICES": "rxe0", "AIODATADIST_RDMA_TIMEOUT": "14", "AIODATADIST_RDMA_GID_INDEX": "3"}
-    config = Config.from_env(theirs | ours, rdma_retry_count=7)
+    verbs = {"AIODATADIST_TRANSPORTS": "shm,verbs,tcp"}
+    config = Config.from_env(theirs | ours | verbs, rdma_retry_count=7)
     assert (config.rdma_devices, config.rdma_gid_index) == (("rxe0",), 3)
     assert (config.rdma_timeout, config.rdma_retry_count, config.rdma_traffic_class) == (14, 7, 132)
     for variable, text in (("HCCL_RDMA_TC", "133"), ("HCCL_RDMA_TIMEOUT", "4"), ("HCCL_RDMA_SL", "high")):
         with pytest.raises(ConfigError) as caught:
-            Config.from_env({variable: text})
+            Config.from_env({variable: text} | verbs)
         assert variable in str(caught.value) + "".join(caught.value.__notes__ if text != "high" else ())
+
+
+def test_names_of_others_for_rdma_mean_nothing_without_verbs() -> None:
+    theirs = {"KVCACHE_RDMA_NICS": "a b", "HCCL_RDMA_TC": "131", "HCCL_RDMA_TIMEOUT": "24", "HCCL_RDMA_SL": "high"}
+    assert Config.from_env(theirs) == Config()
+    assert Config.from_env(theirs | {"AIODATADIST_TRANSPORTS": "tcp"}) == Config(transports=("tcp",))
+    assert Config.from_env(theirs | {"AIODATADIST_TRANSPORTS": "verbs"}, transports=("shm",)).transports == ("shm",)
+    with pytest.raises(ConfigError):  # not the other error, of a string that holds the name
+        Config.from_env({}, transports="verbs")
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:

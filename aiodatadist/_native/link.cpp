@@ -957,17 +957,26 @@ void Engine::force_fences(Section &s, Peer &peer, bool silent) {
         if (!fence.closing) peer.min_epoch = std::max(peer.min_epoch, static_cast<uint32_t>(fence.seq));
     }
     s.defer([this, keep = found->second, fences = std::move(forced)] {
+        std::vector<bool> again(fences.size());
         for (unsigned t = 0; t < kTransportCount; ++t) {
-            for (const FenceOnPeer &fence : fences) {
-                with_endpoint(keep, t,
-                              [&](const adt_transport_ops_t *ops, adt_transport_h handle, adt_endpoint_h endpoint) {
-                                  ops->revoke(handle, endpoint, fence.closing ? fence.closing->id : 0,
-                                              fence.closing ? 0 : static_cast<uint32_t>(fence.seq));
-                              });
+            for (size_t i = 0; i < fences.size(); ++i) {
+                const FenceOnPeer &fence = fences[i];
+                with_endpoint(
+                    keep, t, [&](const adt_transport_ops_t *ops, adt_transport_h handle, adt_endpoint_h endpoint) {
+                        const adt_status_t status = ops->revoke(handle, endpoint, fence.closing ? fence.closing->id : 0,
+                                                                fence.closing ? 0 : static_cast<uint32_t>(fence.seq));
+                        if (status == ADT_ERR_AGAIN) again[i] = true;
+                    });
             }
         }
         Section section(*this);
-        for (const FenceOnPeer &fence : fences) finish_fence(section, *keep, fence, ADT_OK);
+        for (size_t i = 0; i < fences.size(); ++i) {
+            if (again[i] && keep->state != Peer::State::quiet) {
+                keep->fences_on_peer.push_back(fences[i]);
+            } else {
+                finish_fence(section, *keep, fences[i], ADT_OK);
+            }
+        }
     });
 }
 

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <cstdio>
 #include <cstring>
@@ -40,6 +41,7 @@ constexpr uint64_t kBatchBytes = 1 << 20;
 constexpr uint32_t kBatchChunks = 128;
 constexpr uint32_t kQueueDepth = 6;    // batches an endpoint has posted: what bounds a cancel
 constexpr size_t kMostMessages = 256;  // of one peer that wait for the thread
+constexpr std::chrono::milliseconds kStuckPause{50};
 
 using Shared = std::shared_ptr<VerbsEndpoint>;
 
@@ -92,7 +94,7 @@ class Verbs {
 
     adt_status_t reg_mem(const adt_memory_t &memory, adt_mem_h *out) {
         if (memory.placement != ADT_PLACEMENT_HOST) return fail(ADT_ERR_UNSUPPORTED, "verbs reaches host memory only");
-        auto made = register_memory(device(split(memory.rdma->device).first), memory);
+        auto made = register_memory(device(split_place(memory.rdma->device).first), memory);
         const std::lock_guard<std::mutex> lock(mu_);
         memories_.insert(made.get());
         *out = reinterpret_cast<adt_mem_h>(made.release());
@@ -105,11 +107,7 @@ class Verbs {
             memories_.erase(memory);
         }
         for (const auto &piece : memory->pieces) memory->device->give(piece, memory->access);
-        const auto work = [this, memory, token] {
-            delete memory;
-            host_.mem_gone(host_.ctx, token);
-        };
-        if (later(work)) return ADT_PENDING;
+        if (later([this, memory, token] { let_go(memory, token); })) return ADT_PENDING;
         delete memory;
         return ADT_OK;
     }
@@ -120,14 +118,14 @@ class Verbs {
         auto handle = std::make_unique<Shared>();
         {
             const std::lock_guard<std::mutex> lock(mu_);
-            *handle = std::make_shared<VerbsEndpoint>(next_id_++, params.link, *params.rdma);
+            *handle = std::make_shared<VerbsEndpoint>(next_id_++, params.link, *params.rdma, done_);
             endpoints_.emplace((*handle)->id, *handle);
         }
         const bool started = later([this, ep = *handle] {
             VerbsEndpoint::News news;
             try {
-                const auto [name, port] = split(ep->device_name);
-                ep->start(device(name), port, news);
+                const auto [name, port] = split_place(ep->device_name);
+                ep->start(device(name), static_cast<uint8_t>(std::max(port, 1)), news);
             } catch (const VerbsError &why) {
                 ep->fail(why.text, news);
             }
@@ -143,13 +141,7 @@ class Verbs {
 
     adt_status_t disconnect(adt_endpoint_h handle) {
         const std::unique_ptr<Shared> owned(reinterpret_cast<Shared *>(handle));
-        later([this, ep = *owned] {
-            VerbsEndpoint::News news;
-            ep->close(news);
-            deal(ep, news);
-            forget(*ep);
-            host_.endpoint_gone(host_.ctx, ep->link);
-        });
+        later([this, ep = *owned] { close(ep); });
         return ADT_PENDING;
     }
 
@@ -161,12 +153,7 @@ class Verbs {
             });
             return;
         }
-        later([this, ep, message] {
-            ep->waiting.fetch_sub(1);
-            VerbsEndpoint::News news;
-            ep->hear(message, news);
-            deal(ep, news);
-        });
+        later([this, ep, message] { take_up(ep, message); });
     }
 
     // Called with the engine's lock held, so what came of it is told by the thread.
@@ -174,8 +161,8 @@ class Verbs {
         const Shared &ep = *reinterpret_cast<Shared *>(batch->endpoint);
         VerbsEndpoint::News news;
         const adt_status_t status = ep->post(batch, news);
-        if (news.broken) later_rebuild(ep);
-        if (!news.reason.empty()) fail(status, news.reason);
+        if (news.broken) later([this, ep] { rebuild(ep); });
+        if (!news.error.empty()) fail(status, news.error);
         return status;
     }
 
@@ -185,10 +172,13 @@ class Verbs {
         deal(ep, news);
     }
 
-    void revoke(const Shared &ep, uint64_t cache, uint32_t epoch) {
+    adt_status_t revoke(const Shared &ep, uint64_t cache, uint32_t epoch) {
         VerbsEndpoint::News news;
         ep->revoke(cache, epoch, news);
         deal(ep, news);
+        if (!news.stuck) return ADT_OK;
+        again([this, ep] { rebuild(ep); });
+        return ADT_ERR_AGAIN;
     }
 
     size_t poll(adt_completion_t *out, size_t capacity) {
@@ -212,11 +202,7 @@ class Verbs {
             ep->progress(news);
             deal(ep, news, false);
         }
-        const std::lock_guard<std::mutex> lock(mu_);
-        const size_t n = std::min(capacity, done_.size());
-        std::copy_n(done_.begin(), n, out);
-        done_.erase(done_.begin(), done_.begin() + static_cast<std::ptrdiff_t>(n));
-        return n;
+        return done_.take(out, capacity);
     }
 
     // Completion queues of which an event was read give no other until they are armed again.
@@ -236,12 +222,6 @@ class Verbs {
     }
 
   private:
-    static std::pair<std::string, uint8_t> split(const std::string &name) {
-        const size_t colon = name.rfind(':');
-        if (colon == std::string::npos) return {name, 1};
-        return {name.substr(0, colon), static_cast<uint8_t>(std::atoi(name.c_str() + colon + 1))};
-    }
-
     void forget(const VerbsEndpoint &ep) {
         const std::lock_guard<std::mutex> lock(mu_);
         endpoints_.erase(ep.id);
@@ -263,18 +243,61 @@ class Verbs {
         return true;
     }
 
-    void later_rebuild(const Shared &ep) {
-        later([this, ep] {
-            VerbsEndpoint::News news;
-            ep->rebuild(news);
-            deal(ep, news);
-        });
+    // Has the thread do something once more, after a pause.
+    void again(std::function<void()> task) {
+        const std::lock_guard<std::mutex> lock(tasks_mu_);
+        stuck_.push_back(std::move(task));
+        wake_.notify_one();
+    }
+
+    // What the thread does. A device that does not let go is asked again, in the place of a promise that it has.
+    void rebuild(const Shared &ep) {
+        VerbsEndpoint::News news;
+        ep->rebuild(news);
+        deal(ep, news);
+        if (news.stuck) again([this, ep] { rebuild(ep); });
+    }
+
+    void take_up(const Shared &ep, const adt_message_t &message) {
+        VerbsEndpoint::News news;
+        ep->hear(message, news);
+        deal(ep, news);
+        if (news.stuck) {
+            again([this, ep, message] { take_up(ep, message); });
+        } else {
+            ep->waiting.fetch_sub(1);
+        }
+    }
+
+    void close(const Shared &ep) {
+        VerbsEndpoint::News news;
+        ep->close(news);
+        deal(ep, news);
+        if (news.stuck) {
+            again([this, ep] { close(ep); });
+            return;
+        }
+        forget(*ep);
+        host_.endpoint_gone(host_.ctx, ep->link);
+    }
+
+    void let_go(VerbsMemory *memory, void *token) {
+        std::string why;
+        if (!memory->let_go(why)) {
+            fail(ADT_ERR_BUSY, why);
+            again([this, memory, token] { let_go(memory, token); });
+            return;
+        }
+        delete memory;
+        host_.mem_gone(host_.ctx, token);
     }
 
     void run() {
         std::unique_lock<std::mutex> lock(tasks_mu_);
         for (;;) {
-            wake_.wait(lock, [this] { return stopping_ || !tasks_.empty(); });
+            const auto due = [this] { return stopping_ || !tasks_.empty(); };
+            wake_.wait(lock, [&] { return due() || !stuck_.empty(); });
+            if (!wake_.wait_for(lock, kStuckPause, due)) tasks_.swap(stuck_);
             if (tasks_.empty()) return;
             {
                 const std::function<void()> task = std::move(tasks_.front());
@@ -288,17 +311,16 @@ class Verbs {
 
     // Tells the host what came of a call.
     void deal(const Shared &ep, const VerbsEndpoint::News &news, bool notify = true) {
-        {
-            const std::lock_guard<std::mutex> lock(mu_);
-            done_.insert(done_.end(), news.done.begin(), news.done.end());
-            if (!news.reason.empty()) error_ = news.reason;
-        }
+        if (!news.error.empty()) fail(ADT_OK, news.error);
+        // First: a loss is what all that was posted has to end with.
+        if (news.lost) host_.endpoint_lost(host_.ctx, ep->link, news.lost->status, news.lost->reason.c_str());
         for (const adt_message_t &message : news.messages) host_.tell(host_.ctx, ep->link, &message);
-        if (news.broken) later_rebuild(ep);
+        if (news.broken) later([this, ep] { rebuild(ep); });
         auto *const self = reinterpret_cast<adt_transport_h>(this);
-        if (news.settled) host_.endpoint_settled(host_.ctx, ep->link, self, news.status, news.reason.c_str());
-        if (!news.done.empty() && notify) host_.notify(host_.ctx, self);
-        if (news.lost) host_.endpoint_lost(host_.ctx, ep->link, news.status, news.reason.c_str());
+        if (news.settled) {
+            host_.endpoint_settled(host_.ctx, ep->link, self, news.settled->status, news.settled->reason.c_str());
+        }
+        if (news.done && notify) host_.notify(host_.ctx, self);
     }
 
     const adt_host_t host_;
@@ -306,9 +328,9 @@ class Verbs {
     std::mutex opening_mu_;
     std::map<std::string, std::shared_ptr<RegisteredDevice>> devices_;  // until the end
     Fd events_;
+    VerbsDone done_;
     std::mutex mu_;  // a leaf
     std::vector<RegisteredDevice *> open_;
-    std::vector<adt_completion_t> done_;
     std::string error_;
     uint64_t next_id_ = 1;
     std::unordered_map<uint64_t, Shared> endpoints_;
@@ -317,6 +339,7 @@ class Verbs {
     std::mutex tasks_mu_;  // a leaf
     std::condition_variable wake_;
     std::deque<std::function<void()>> tasks_;
+    std::deque<std::function<void()>> stuck_;  // to be done again after a pause
     bool stopping_ = false;
     std::thread thread_;
 };
@@ -380,17 +403,21 @@ adt_status_t export_key(adt_transport_h, adt_mem_h mem, void *buffer, size_t cap
     }
 }
 
-adt_status_t import_key(adt_transport_h handle, adt_endpoint_h, uint64_t cache_id, const adt_geometry_t *geometry,
+adt_status_t import_key(adt_transport_h handle, adt_endpoint_h ep, uint64_t cache_id, const adt_geometry_t *geometry,
                         const adt_key_t *key, adt_remote_h *out, adt_path_t *path) {
     return guarded(handle, [&] {
-        *out = reinterpret_cast<adt_remote_h>(read_verbs_key(*key, cache_id, *geometry).release());
+        auto remote = read_verbs_key(*key, cache_id, *geometry);
+        remote->endpoint = endpoint(ep);
+        endpoint(ep)->imported(cache_id);
+        *out = reinterpret_cast<adt_remote_h>(remote.release());
         *path = {"verbs", kBatchBytes, kBatchChunks, 0};
         return ADT_OK;
     });
 }
 
 void release_key(adt_transport_h, adt_remote_h remote) {
-    delete reinterpret_cast<VerbsRemote *>(remote);
+    const std::unique_ptr<VerbsRemote> owned(reinterpret_cast<VerbsRemote *>(remote));
+    if (const Shared ep = owned->endpoint.lock()) ep->released(owned->cache);
 }
 
 adt_status_t connect_verbs(adt_transport_h handle, const adt_connect_params_t *params, adt_endpoint_h *out) {
@@ -434,8 +461,7 @@ adt_status_t cancel(adt_transport_h handle, adt_endpoint_h ep, uint64_t op_id) {
 }
 
 adt_status_t revoke(adt_transport_h handle, adt_endpoint_h ep, uint64_t cache_id, uint32_t epoch) {
-    verbs(handle).revoke(endpoint(ep), cache_id, epoch);
-    return ADT_OK;
+    return verbs(handle).revoke(endpoint(ep), cache_id, epoch);
 }
 
 void last_error(adt_transport_h handle, char *buffer, size_t capacity) {

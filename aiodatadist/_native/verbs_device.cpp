@@ -86,16 +86,6 @@ std::string read_line(const std::string &path) {
     return line;
 }
 
-std::pair<std::string, int> split_name(const std::string &name) {
-    const size_t colon = name.rfind(':');
-    if (colon == std::string::npos) return {name, 0};
-    const std::string digits = name.substr(colon + 1);
-    if (digits.empty() || digits.size() > 3 || digits.find_first_not_of("0123456789") != std::string::npos) {
-        return {name, 0};
-    }
-    return {name.substr(0, colon), std::stoi(digits)};
-}
-
 // The devices of this machine, as libibverbs lists them.
 class DeviceList {
   public:
@@ -264,6 +254,16 @@ std::string errno_text(int code) {
     return strerror_r(code, buffer, sizeof(buffer));
 }
 
+std::pair<std::string, int> split_place(const std::string &name) {
+    const size_t colon = name.rfind(':');
+    if (colon == std::string::npos) return {name, 0};
+    const std::string digits = name.substr(colon + 1);
+    if (digits.empty() || digits.size() > 3 || digits.find_first_not_of("0123456789") != std::string::npos) {
+        return {name, 0};
+    }
+    return {name.substr(0, colon), std::stoi(digits)};
+}
+
 const VerbsLibrary *VerbsLibrary::get(std::string &why) {
     static const Opened *const opened = new Opened;
     why = opened->why;
@@ -293,7 +293,7 @@ bool choose_verbs_place(const std::vector<std::string> &names, int32_t gid_index
         }
     }
     for (const std::string &name : names) {
-        const auto [base, port] = split_name(name);
+        const auto [base, port] = split_place(name);
         ibv_device *const device = devices.find(base);
         std::string reason = "there is no such device";
         out = {};

@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "aiodatadist/transport.h"
@@ -95,5 +96,7 @@ class VerbsDevice : Counted<Live::rdma_device> {
 };
 
 std::string errno_text(int code);
+// A device's name and its port; 0: none was named.
+std::pair<std::string, int> split_place(const std::string &name);
 
 }  // namespace adt

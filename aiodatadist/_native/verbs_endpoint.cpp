@@ -20,7 +20,6 @@ constexpr uint8_t kHops = 64;
 constexpr uint8_t kNotReadyTimer = 12;     // 0.64 ms; nobody sends what needs a receive request
 constexpr uint8_t kNotReadyRetries = 7;    // without end
 constexpr int32_t kMostSkipped = 1 << 20;  // generations
-constexpr size_t kMostRefused = 65536;
 
 uint32_t random_psn() {
     uint32_t value = 0;
@@ -57,8 +56,16 @@ uint8_t least_reads(int most) {
 
 }  // namespace
 
-VerbsEndpoint::VerbsEndpoint(uint64_t number, void *name, const adt_rdma_t &rdma)
-    : id(number), link(name), device_name(rdma.device), rdma_(rdma) {}
+size_t VerbsDone::take(adt_completion_t *out, size_t capacity) {
+    const std::lock_guard<std::mutex> lock(mu_);
+    const size_t n = std::min(capacity, done_.size());
+    std::copy_n(done_.begin(), n, out);
+    done_.erase(done_.begin(), done_.begin() + static_cast<std::ptrdiff_t>(n));
+    return n;
+}
+
+VerbsEndpoint::VerbsEndpoint(uint64_t number, void *name, const adt_rdma_t &rdma, VerbsDone &done)
+    : id(number), link(name), device_name(rdma.device), rdma_(rdma), done_(done) {}
 
 VerbsEndpoint::~VerbsEndpoint() = default;
 
@@ -202,9 +209,23 @@ bool VerbsEndpoint::connect_queue_pair(const adt_message_t &offer, News &news) {
     return code == 0;
 }
 
+// Only this is a promise that nothing is under way any more, in either direction. False: the device has not let go.
+bool VerbsEndpoint::destroy(ibv_qp *qp, News &news) {
+    const auto number = qp->qp_num;
+    std::atomic<uint32_t> &faults = verbs_limits().stuck_queue_pairs;
+    const bool fault = faults.load(std::memory_order_relaxed) > 0;
+    if (fault) faults.fetch_sub(1, std::memory_order_relaxed);
+    const int code = fault ? EBUSY : device_->device.lib.destroy_qp(qp);
+    // A device that was taken away has ended all its queue pairs.
+    if (code == 0 || code == EIO || code == ENODEV) return true;
+    news.error = "ibv_destroy_qp of " + std::to_string(number) + " on " + device_name + ": " + errno_text(code);
+    return false;
+}
+
 // Takes the queue pair off local memory, whoever uses it. What is posted will be posted again, unless it was given up,
-// has failed or is refused: that leaves this side's memory here, and the peer's when its next offer is heard.
-void VerbsEndpoint::end_queue_pair(News &news) {
+// has failed or is refused: that leaves this side's memory here, and the peer's when its next offer is heard. False:
+// the device may still touch memory, so nothing has been completed, and the caller has to come again.
+bool VerbsEndpoint::end_queue_pair(News &news) {
     ibv_qp *qp = nullptr;
     {
         const std::lock_guard<std::mutex> lock(mu_);
@@ -217,8 +238,10 @@ void VerbsEndpoint::end_queue_pair(News &news) {
         attr.qp_state = IBV_QPS_ERR;
         d.lib.modify_qp(qp, &attr, IBV_QP_STATE);
         take_completions(news);
-        // Only this is a promise that nothing is under way any more, in either direction.
-        d.lib.destroy_qp(qp);
+        if (!destroy(qp, news)) {
+            news.stuck = true;
+            return false;
+        }
         verbs_stats().queue_pairs.fetch_sub(1, std::memory_order_relaxed);
         take_completions(news);
     }
@@ -240,19 +263,26 @@ void VerbsEndpoint::end_queue_pair(News &news) {
         if (status == ADT_OK) {
             kept.push_back(std::move(work));
         } else if (work->stale) {
-            news.done.push_back({work->batch, status, 1});
+            enter(*work, status, 1, news);
             detached_.push_back(std::move(work));
         } else {
-            news.done.push_back({work->batch, status, 0});
+            enter(*work, status, 0, news);
         }
     }
     works_.swap(kept);
+    return true;
+}
+
+// Under `mu_`. The batch belongs to the host again as soon as this is not detached.
+void VerbsEndpoint::enter(const Work &work, adt_status_t status, uint32_t detached, News &news) {
+    done_.add(work.batch, status, detached);
+    news.done = true;
 }
 
 // The peer's old queue pair is gone.
 void VerbsEndpoint::retire_detached(News &news) {
     const std::lock_guard<std::mutex> lock(mu_);
-    for (const std::unique_ptr<Work> &work : detached_) news.done.push_back({work->batch, ADT_ERR_ABORTED, 0});
+    for (const std::unique_ptr<Work> &work : detached_) enter(*work, ADT_ERR_ABORTED, 0, news);
     detached_.clear();
     for (const std::unique_ptr<Work> &work : works_) work->stale = false;
 }
@@ -269,8 +299,7 @@ void VerbsEndpoint::rebuild(News &news) {
         give_up("nothing arrives at the peer by RDMA: " + verbs_status_words(proof), news);
         return;
     }
-    end_queue_pair(news);
-    begin_generation(generation_ + 1, news);
+    if (end_queue_pair(news)) begin_generation(generation_ + 1, news);
 }
 
 void VerbsEndpoint::go_up(News &news) {
@@ -285,23 +314,29 @@ void VerbsEndpoint::go_up(News &news) {
     pump(news);
 }
 
+// Before the endpoint has settled the link goes on without it; later it cannot. What is posted ends here where the
+// device lets go at once, and else by `close`, which follows.
 void VerbsEndpoint::give_up(const std::string &reason, News &news) {
     {
         const std::lock_guard<std::mutex> lock(mu_);
         state_ = State::failed;
-        for (const std::unique_ptr<Work> &work : works_) work->given_up = true;
+        for (const std::unique_ptr<Work> &work : works_) {
+            if (work->failure == ADT_OK) work->failure = ADT_ERR_PEER_LOST;
+        }
     }
-    end_queue_pair(news);
-    retire_detached(news);
-    news.status = ADT_ERR_UNSUPPORTED;
-    news.reason = reason;
-    if (!settled_.exchange(true)) {
-        news.settled = true;
-        news.messages.push_back(message(VerbsSay::failed, generation_));
-    } else {
-        news.lost = true;
-        news.status = ADT_ERR_PEER_LOST;
+    if (end_queue_pair(news)) retire_detached(news);
+    news.stuck = false;
+    if (settled_.exchange(true)) {
+        lose(ADT_ERR_PEER_LOST, reason, news);
+        return;
     }
+    news.settled = Outcome{ADT_ERR_UNSUPPORTED, reason};
+    news.messages.push_back(message(VerbsSay::failed, generation_));
+}
+
+void VerbsEndpoint::lose(adt_status_t status, const std::string &reason, News &news) {
+    news.lost = Outcome{status, reason};
+    news.error = reason;
 }
 
 void VerbsEndpoint::hear(const adt_message_t &told, News &news) {
@@ -317,7 +352,7 @@ void VerbsEndpoint::hear(const adt_message_t &told, News &news) {
             if (told.number < generation_) return;
             if (told.number - generation_ > kMostSkipped) break;
             if (told.number > generation_) {
-                end_queue_pair(news);
+                if (!end_queue_pair(news)) return;
                 begin_generation(told.number, news);
             }
             if (state() != State::offered) return;
@@ -337,34 +372,42 @@ void VerbsEndpoint::hear(const adt_message_t &told, News &news) {
         case VerbsSay::refused: {
             const std::lock_guard<std::mutex> lock(mu_);
             min_epoch_ = std::max(min_epoch_, static_cast<uint32_t>(told.a));
-            if (told.b != 0) refused_caches_.insert(told.b);
-            if (refused_caches_.size() <= kMostRefused) return;
-            break;
+            if (const auto found = imported_.find(told.b); found != imported_.end()) found->second.refused = true;
+            return;
         }
         case VerbsSay::failed:
             if (!settled_) give_up("the peer could not make its side of the connection", news);
             return;
     }
-    news.lost = true;
-    news.status = ADT_ERR_PROTOCOL;
-    news.reason = "the peer's endpoint broke the rules";
+    lose(ADT_ERR_PROTOCOL, "the peer's endpoint broke the rules", news);
 }
 
 void VerbsEndpoint::close(News &news) {
     const std::lock_guard<std::mutex> control(control_);
     closed_.store(true, std::memory_order_release);
-    end_queue_pair(news);
+    if (!end_queue_pair(news)) return;
     ibv_cq *cq = nullptr;
     {
         const std::lock_guard<std::mutex> lock(mu_);
         state_ = State::failed;
-        for (const std::unique_ptr<Work> &work : works_) news.done.push_back({work->batch, ADT_ERR_PEER_LOST, 0});
+        for (const std::unique_ptr<Work> &work : works_) enter(*work, ADT_ERR_PEER_LOST, 0, news);
         works_.clear();
         cq = std::exchange(cq_, nullptr);
     }
     retire_detached(news);
     // Waits until events that were read are acknowledged, which their reader does at once.
     if (cq != nullptr) device_->device.lib.destroy_cq(cq);
+}
+
+// The key of a cache was imported, or given back: only then can batches name it.
+void VerbsEndpoint::imported(uint64_t cache) {
+    const std::lock_guard<std::mutex> lock(mu_);
+    ++imported_[cache].keys;
+}
+void VerbsEndpoint::released(uint64_t cache) {
+    const std::lock_guard<std::mutex> lock(mu_);
+    const auto found = imported_.find(cache);
+    if (found != imported_.end() && --found->second.keys == 0) imported_.erase(found);
 }
 
 // Keeps the peer from local memory from here on.
@@ -375,7 +418,7 @@ void VerbsEndpoint::revoke(uint64_t cache, uint32_t epoch, News &news) {
         if (closed() || state_ == State::failed || state_ == State::starting) return;
         rebuild_due_ = true;
     }
-    end_queue_pair(news);
+    if (!end_queue_pair(news)) return;
     adt_message_t told = message(VerbsSay::refused, generation_);
     told.a = epoch;
     told.b = cache;
@@ -387,7 +430,8 @@ void VerbsEndpoint::revoke(uint64_t cache, uint32_t epoch, News &news) {
 
 adt_status_t VerbsEndpoint::refusal(const adt_batch_t &batch) const {
     const auto &remote = *reinterpret_cast<const VerbsRemote *>(batch.remote);
-    return batch.epoch < min_epoch_ || refused_caches_.count(remote.cache) != 0 ? ADT_ERR_FENCED : ADT_OK;
+    const auto found = imported_.find(remote.cache);
+    return batch.epoch < min_epoch_ || (found != imported_.end() && found->second.refused) ? ADT_ERR_FENCED : ADT_OK;
 }
 
 adt_status_t VerbsEndpoint::post(adt_batch_t *batch, News &news) {
@@ -508,7 +552,7 @@ bool VerbsEndpoint::post_some(Work &work, News &news) {
     const int code = ibv_post_send(qp_, requests_.data(), &bad);
     if (code == 0) return true;
     work.failure = ADT_ERR_IO;
-    news.reason = "ibv_post_send: " + errno_text(code);
+    news.error = "ibv_post_send: " + errno_text(code);
     mark_broken(news);
     return false;
 }
@@ -549,11 +593,10 @@ bool VerbsEndpoint::arm(News &news) {
         if (cq_ == nullptr) return true;
         ibv_req_notify_cq(cq_, 0);
     }
-    const size_t before = news.done.size();
     take_completions(news);
     const std::lock_guard<std::mutex> lock(mu_);
     pump(news);
-    return news.done.size() == before && !news.settled;
+    return !news.done && !news.settled;
 }
 
 void VerbsEndpoint::take_completions(News &news) {
@@ -590,9 +633,7 @@ void VerbsEndpoint::take(const ibv_wc &wc, News &news) {
         credits_ += group.requests;
         if (group.work == nullptr) {
             if (state_ == State::proving) state_ = State::up;
-            news.settled = true;
-            settled_ = true;
-            news.status = ADT_OK;
+            if (!settled_.exchange(true)) news.settled = Outcome{ADT_OK, ""};
         } else {
             --group.work->groups;
             if (group.last && group.work->failure == ADT_OK) finish(*group.work, ADT_OK, news);
@@ -605,7 +646,7 @@ void VerbsEndpoint::take(const ibv_wc &wc, News &news) {
 void VerbsEndpoint::finish(Work &work, adt_status_t status, News &news) {
     const auto at = std::find_if(works_.begin(), works_.end(), [&](const auto &entry) { return entry.get() == &work; });
     if (static_cast<size_t>(at - works_.begin()) < next_) --next_;
-    news.done.push_back({work.batch, status, 0});
+    enter(work, status, 0, news);
     works_.erase(at);
 }
 
@@ -628,7 +669,7 @@ void VerbsEndpoint::cancel(uint64_t op, News &news) {
             finish(work, ADT_ERR_ABORTED, news);
             continue;
         }
-        news.done.push_back({work.batch, ADT_ERR_ABORTED, 1});
+        enter(work, ADT_ERR_ABORTED, 1, news);
         detached_.push_back(std::move(works_[i]));
         if (i < next_) --next_;
         works_.erase(works_.begin() + static_cast<std::ptrdiff_t>(i));

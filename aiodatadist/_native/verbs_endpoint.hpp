@@ -7,16 +7,17 @@
 // both connect. What was posted on the old ones is posted again, but for what was given up or has failed. An offer also
 // says that the old queue pair of its sender is gone, so that nothing that was on the wire can arrive there any more.
 //
-// Locks. `control_` is held while a queue pair is made, connected or ended, which may take seconds; `mu_` is a leaf and
-// guards all that posting and completions need. Neither is held when the host is called.
+// Locks. `control_` is held while a queue pair is made, connected or ended, which may take seconds; `mu_` guards all
+// that posting and completions need, and only VerbsDone's is taken under it. Neither is held when the host is called.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
-#include <set>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -34,10 +35,26 @@ enum class VerbsSay : uint8_t {
     failed,     // number: generation; the sender has given the first one up
 };
 
+// Completions of all endpoints that wait to be polled. What becomes of a batch is entered under the lock of its
+// endpoint: in a list of the caller's own, "detached" could come behind the end that retires the batch, and mean the
+// next operation that uses it.
+class VerbsDone {
+  public:
+    void add(adt_batch_t *batch, adt_status_t status, uint32_t detached) {
+        const std::lock_guard<std::mutex> lock(mu_);
+        done_.push_back({batch, status, detached});
+    }
+    size_t take(adt_completion_t *out, size_t capacity);
+
+  private:
+    std::mutex mu_;  // a leaf
+    std::deque<adt_completion_t> done_;
+};
+
 // Moves between the memory of this side and of the peer. Made by `Verbs`, and freed with its last reference.
 class VerbsEndpoint : Counted<Live::queue_pair> {
   public:
-    VerbsEndpoint(uint64_t id, void *link, const adt_rdma_t &rdma);
+    VerbsEndpoint(uint64_t id, void *link, const adt_rdma_t &rdma, VerbsDone &done);
     ~VerbsEndpoint();
     VerbsEndpoint(const VerbsEndpoint &) = delete;
     VerbsEndpoint &operator=(const VerbsEndpoint &) = delete;
@@ -48,14 +65,18 @@ class VerbsEndpoint : Counted<Live::queue_pair> {
     std::atomic<uint32_t> waiting{0};  // messages that were heard and not taken up
 
     // What became of a call, to be told to the host when no lock is held.
-    struct News {
-        std::vector<adt_completion_t> done;
-        std::vector<adt_message_t> messages;
-        bool settled = false;
-        bool lost = false;
-        bool broken = false;  // `rebuild` is due
-        adt_status_t status = ADT_OK;
+    struct Outcome {
+        adt_status_t status;
         std::string reason;
+    };
+    struct News {
+        bool done = false;  // there are completions
+        std::vector<adt_message_t> messages;
+        std::optional<Outcome> settled;
+        std::optional<Outcome> lost;
+        bool broken = false;  // `rebuild` is due
+        bool stuck = false;   // the device has not let go of the queue pair: the same call is due once more
+        std::string error;
     };
 
     // Called by one thread, in which they may take long.
@@ -72,6 +93,8 @@ class VerbsEndpoint : Counted<Live::queue_pair> {
     void cancel(uint64_t op, News &news);
     void revoke(uint64_t cache, uint32_t epoch, News &news);
     bool closed() const { return closed_.load(std::memory_order_acquire); }
+    void imported(uint64_t cache);
+    void released(uint64_t cache);
 
   private:
     // A batch, and how much of it is posted.
@@ -92,14 +115,22 @@ class VerbsEndpoint : Counted<Live::queue_pair> {
         uint32_t requests;
         bool last;
     };
+    // A cache of the peer for which this side has keys.
+    struct Imported {
+        uint32_t keys = 0;
+        bool refused = false;
+    };
     enum class State : uint8_t { starting, offered, connected, proving, up, down, failed };
 
     bool make_queue_pair(News &news);
     bool connect_queue_pair(const adt_message_t &offer, News &news);
-    void end_queue_pair(News &news);
+    bool end_queue_pair(News &news);
+    bool destroy(ibv_qp *qp, News &news);
     void begin_generation(int32_t generation, News &news);
     void go_up(News &news);
     void give_up(const std::string &reason, News &news);
+    void lose(adt_status_t status, const std::string &reason, News &news);
+    void enter(const Work &work, adt_status_t status, uint32_t detached, News &news);
     void pump(News &news);
     bool post_some(Work &work, News &news);
     bool post_proof(News &news);
@@ -111,6 +142,7 @@ class VerbsEndpoint : Counted<Live::queue_pair> {
     adt_status_t refusal(const adt_batch_t &batch) const;
 
     const adt_rdma_t rdma_;
+    VerbsDone &done_;
     std::shared_ptr<RegisteredDevice> device_;
     uint8_t port_ = 1;
     ibv_port_attr port_attr_{};
@@ -139,7 +171,7 @@ class VerbsEndpoint : Counted<Live::queue_pair> {
     std::deque<Group> groups_;
     std::vector<std::unique_ptr<Work>> detached_;
     uint32_t min_epoch_ = 0;
-    std::set<uint64_t> refused_caches_;
+    std::map<uint64_t, Imported> imported_;
     std::vector<ibv_send_wr> requests_;
     std::vector<ibv_sge> pieces_;
 };

@@ -57,9 +57,25 @@ Registration::Registration(VerbsDevice &device, char *base, uint64_t bytes, uint
 }
 
 Registration::~Registration() {
-    device_.lib.dereg_mr(mr_);
+    std::string why;
+    end(why);
+}
+
+bool Registration::end(std::string &why) {
+    if (mr_ == nullptr) return true;
+    std::atomic<uint32_t> &faults = verbs_limits().stuck_registrations;
+    const bool fault = faults.load(std::memory_order_relaxed) > 0;
+    if (fault) faults.fetch_sub(1, std::memory_order_relaxed);
+    const int code = fault ? EBUSY : device_.lib.dereg_mr(mr_);
+    // A device that was taken away has let go of everything.
+    if (code != 0 && code != EIO && code != ENODEV) {
+        why = "ibv_dereg_mr of " + std::to_string(bytes_) + " bytes on " + device_.name + ": " + errno_text(code);
+        return false;
+    }
+    mr_ = nullptr;
     verbs_stats().registrations.fetch_sub(1, std::memory_order_relaxed);
     verbs_stats().registered_bytes.fetch_sub(bytes_, std::memory_order_relaxed);
+    return true;
 }
 
 std::shared_ptr<Registration> RegisteredDevice::take(char *base, uint64_t bytes, uint32_t access) {
@@ -84,7 +100,6 @@ std::shared_ptr<Registration> RegisteredDevice::take(char *base, uint64_t bytes,
 }
 
 void RegisteredDevice::give(const std::shared_ptr<Registration> &registration, uint32_t access) {
-    std::shared_ptr<Registration> last;
     const std::lock_guard<std::mutex> lock(mu_);
     const auto found = entries_.find({registration->base(), registration->bytes(), access});
     if (found == entries_.end() || found->second.registration != registration || --found->second.users > 0) return;
@@ -97,6 +112,15 @@ const Registration *VerbsMemory::find(const char *at) const {
     if (after == pieces.begin()) return nullptr;
     const Registration &piece = **std::prev(after);
     return at < piece.base() + piece.bytes() ? &piece : nullptr;
+}
+
+bool VerbsMemory::let_go(std::string &why) {
+    while (!pieces.empty()) {
+        // One that others share is theirs to end.
+        if (pieces.back().use_count() == 1 && !pieces.back()->end(why)) return false;
+        pieces.pop_back();
+    }
+    return true;
 }
 
 std::unique_ptr<VerbsMemory> register_memory(const std::shared_ptr<RegisteredDevice> &device,

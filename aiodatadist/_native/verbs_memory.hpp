@@ -21,6 +21,8 @@ class Registration : Counted<Live::registration> {
     // Throws VerbsError. Pins the pages: seconds for tens of GB.
     Registration(VerbsDevice &device, char *base, uint64_t bytes, uint32_t access);
     ~Registration();
+    // False: the device has not let go of the memory, and `why` says why; to be tried again.
+    bool end(std::string &why);
     Registration(const Registration &) = delete;
     Registration &operator=(const Registration &) = delete;
 
@@ -42,8 +44,7 @@ class RegisteredDevice {
 
     // Throws VerbsError.
     std::shared_ptr<Registration> take(char *base, uint64_t bytes, uint32_t access);
-    // The memory may be gone soon, and other memory at its address: nobody may find the registration any more. It goes
-    // with the last reference.
+    // The memory may be gone soon, and other memory at its address: nobody may find the registration any more.
     void give(const std::shared_ptr<Registration> &registration, uint32_t access);
 
     VerbsDevice device;  // outlives what is registered
@@ -67,11 +68,15 @@ struct VerbsMemory {
 
     // The piece that holds this byte.
     const Registration *find(const char *at) const;
+    // Nobody finds the registrations any more. False: the device has not let go of one that nobody else uses.
+    bool let_go(std::string &why);
 };
 
 // Throws VerbsError.
 std::unique_ptr<VerbsMemory> register_memory(const std::shared_ptr<RegisteredDevice> &device,
                                              const adt_memory_t &memory);
+
+class VerbsEndpoint;
 
 // A peer's cache.
 struct VerbsRemote {
@@ -82,6 +87,7 @@ struct VerbsRemote {
         uint32_t reserved;
     };
     uint64_t cache = 0;
+    std::weak_ptr<VerbsEndpoint> endpoint;  // for which it was imported
     uint32_t access = 0;
     uint64_t extent = 0;
     std::vector<uint64_t> tensors;  // addresses over there

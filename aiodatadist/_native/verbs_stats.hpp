@@ -26,6 +26,8 @@ struct VerbsLimits {
     std::atomic<uint64_t> message_bytes{0};
     std::atomic<uint32_t> sge{0};
     std::atomic<uint32_t> requests{0};
+    std::atomic<uint32_t> stuck_queue_pairs{0};    // how often the device will not destroy one
+    std::atomic<uint32_t> stuck_registrations{0};  // how often it will not take one back
 };
 VerbsLimits &verbs_limits();
 

@@ -300,7 +300,7 @@ typedef struct adt_transport_ops {
        its wire is still busy. ADT_ERR_UNSUPPORTED: wait for the completions. */
     adt_status_t (*cancel)(adt_transport_h transport, adt_endpoint_h endpoint, uint64_t op_id);
     /* Detaches what is being served to this peer from local memory (cache_id 0: all caches) at once. What is older than
-       `epoch` is refused from now on. */
+       `epoch` is refused from now on. ADT_ERR_AGAIN: the peer may still touch it, call again. */
     adt_status_t (*revoke)(adt_transport_h transport, adt_endpoint_h endpoint, uint64_t cache_id, uint32_t epoch);
 
     /* The newest error text of this transport. */
