@@ -455,6 +455,7 @@ cdef class Ring:
     cdef readonly Engine engine
     cdef dict nodes
     cdef public object call_soon
+    cdef object transfer_type  # of what `Pair.start` starts
     cdef public uint64_t inline_budget_ns
     cdef uint64_t inline_spent_ns
     cdef bint turn_scheduled
@@ -516,6 +517,9 @@ cdef class Slot:
     cdef readonly uint64_t offset
     cdef readonly uint64_t nbytes
 
+cdef enum:
+    LATENCY_BUCKETS = 32
+
 cdef class Counts:
     cdef public long long started
     cdef public long long ok
@@ -528,6 +532,10 @@ cdef class Counts:
     cdef public long long bytes_pulled
     cdef public long long bytes_pushed
     cdef public long long at_once
+    cdef long long buckets[LATENCY_BUCKETS]
+    cdef double seconds
+    cdef bint unread
+    cdef void took(self, double seconds) noexcept
 
 cdef class Pair:
     cdef CTransferRequest request
@@ -544,6 +552,7 @@ cdef class Pair:
     cdef Counts counts
     cdef object transfer_type
     cdef dict of_loop
+    cdef bint real_time
     cdef double default_timeout
     cdef uint32_t num_tensors
     cdef bint readable
@@ -556,3 +565,5 @@ cdef class Pair:
     cdef start(self, int opcode, cache, local_blocks, remote_blocks, timeout)
     cdef hand_over(self, transfer, int opcode)
     cdef finish_at_once(self, transfer, int opcode, uint64_t nbytes)
+    cdef bint finish_later(self, transfer, uint64_t nbytes) except -1
+    cdef count(self, bint pull, uint64_t nbytes)

@@ -146,6 +146,8 @@ class Counts:
     bytes_pushed: int
     at_once: int
 
+    def latencies(self) -> tuple[list[int], float] | None: ...
+
 @final
 class Ring:
     call_soon: Callable[..., object] | None

@@ -25,6 +25,7 @@ cimport cython
 from cython.operator cimport dereference as deref
 from libc.string cimport memcpy
 from libcpp.utility cimport move
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 import os
 import weakref
@@ -164,6 +165,13 @@ def readable(int pid, uint64_t address, size_t nbytes):
 def set_ptracer(long pid):
     """Let one process (-1: any of this user) use process_vm on this one under Yama; 0 or an errno."""
     return c_allow_ptracer(pid)
+
+
+cdef double monotonic() noexcept:
+    """`time.monotonic()`, without the call."""
+    cdef timespec now
+    clock_gettime(CLOCK_MONOTONIC, &now)
+    return <double>now.tv_sec + <double>now.tv_nsec * 1e-9
 
 
 cdef unsigned transport_index(str name) except? 0xFFFFFFFF:
@@ -338,6 +346,30 @@ cdef class Counts:
     `at_once` of those that ended well were done when their call returned, and have no latency of their own.
     """
 
+    cdef void took(self, double seconds) noexcept:
+        """Keep a latency for `latencies`."""
+        cdef uint64_t micros = <uint64_t>(seconds * 1e6) if seconds > 0 else 0
+        cdef int bucket = 0
+        while micros > 0 and bucket < LATENCY_BUCKETS - 1:
+            micros >>= 1
+            bucket += 1
+        self.buckets[bucket] += 1
+        self.seconds += max(seconds, 0.0)
+        self.unread = True
+
+    def latencies(self):
+        """Take the latencies of those that ended well since the last call: how many a bucket, as
+        `aiodatadist.observe.Histogram` has them, and their sum in seconds. None: there are none."""
+        cdef int i
+        if not self.unread:
+            return None
+        result = [self.buckets[i] for i in range(LATENCY_BUCKETS)], self.seconds
+        for i in range(LATENCY_BUCKETS):
+            self.buckets[i] = 0
+        self.seconds = 0.0
+        self.unread = False
+        return result
+
 
 @cython.final
 cdef class Ring:
@@ -430,6 +462,10 @@ cdef class Ring:
             return
         transfer = <object>event.cookie
         Py_DECREF(transfer)
+        if event.status == ADT_OK and type(transfer) is self.transfer_type:
+            pair = getattr(transfer, "_plain", None)
+            if pair is not None and (<Pair>pair).finish_later(transfer, event.bytes):
+                return
         transfer._native_done(event.status, event.bytes)
 
     def new_turn(self):
@@ -919,8 +955,9 @@ cdef class Pair:
         self.cache = cache
         self.peer = peer
         self.counts = counts
-        self.transfer_type = transfer_type
+        self.transfer_type = self.ring.transfer_type = transfer_type
         self.of_loop = {"loop": loop}  # made once: each call would make one anew
+        self.real_time = getattr(loop, "virtual_time", None) is None
         self.default_timeout = default_timeout
         self.num_tensors = num_tensors
         self.readable = readable
@@ -960,6 +997,12 @@ cdef class Pair:
         if result.status == ADT_PENDING or result.executed:
             self.counts.started += 1
             self.hand_over(transfer, opcode)
+            if self.real_time and not result.executed:
+                transfer._native = transfer._plain = self
+                transfer._op = result.op
+                transfer._bytes_total = result.bytes
+                transfer._started = monotonic()
+                return transfer
             transfer._native_started(self, result.op, result.bytes)
             if result.executed:
                 transfer._native_done(result.status, 0)
@@ -978,14 +1021,30 @@ cdef class Pair:
 
     cdef finish_at_once(self, transfer, int opcode, uint64_t nbytes):
         """End a transfer well that nobody has cancelled."""
-        self.counts.ok += 1
         self.counts.at_once += 1
-        if opcode == ADT_READ:
+        self.count(opcode == ADT_READ, nbytes)
+        transfer._bytes_total = nbytes
+        transfer.set_result(None)
+
+    cdef bint finish_later(self, transfer, uint64_t nbytes) except -1:
+        """End a pending transfer of `start` well, as its `_native_done` would; False: leave it to that."""
+        if transfer._cancelling or transfer._then is not None or transfer.done():
+            return False
+        transfer._bytes_done = nbytes
+        transfer._native = transfer._plain = None  # lets go of the caches
+        transfer._counters = None
+        self.count(transfer._pull, nbytes)
+        self.counts.took(monotonic() - <double>transfer._started)
+        transfer.set_result(None)
+        return True
+
+    cdef count(self, bint pull, uint64_t nbytes):
+        """Count a transfer that ended well."""
+        self.counts.ok += 1
+        if pull:
             self.counts.bytes_pulled += nbytes
         else:
             self.counts.bytes_pushed += nbytes
-        transfer._bytes_total = nbytes
-        transfer.set_result(None)
 
     def submit_layers(self, part, local_side, remote_side, Gate gate, uint32_t first_layer, uint32_t per_layer,
                       tensors, starts, view, double timeout):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -106,6 +106,12 @@ class Histogram:
         self.count += times
         self.total += seconds * times
 
+    def add(self, buckets: Sequence[int], total: float) -> None:
+        """Count durations that were counted elsewhere, in the same buckets; `total` is their sum in seconds."""
+        self.buckets = [a + b for a, b in zip(self.buckets, buckets, strict=True)]
+        self.count += sum(buckets)
+        self.total += total
+
     def quantile(self, q: float) -> float:
         """Return an upper bound of the `q`-quantile in seconds, at most twice too high; 0.0 without records.
 
@@ -124,9 +130,7 @@ class Histogram:
         return 0.0
 
     def __iadd__(self, other: Histogram) -> Histogram:
-        self.buckets = [a + b for a, b in zip(self.buckets, other.buckets, strict=True)]
-        self.count += other.count
-        self.total += other.total
+        self.add(other.buckets, other.total)
         return self
 
     def as_dict(self) -> dict[str, Any]:
@@ -183,6 +187,8 @@ class Counters(_core.Counts):
         if self.at_once:
             self._latency.record(0.0, self.at_once)
             self.at_once = 0
+        if (found := self.latencies()) is not None:
+            self._latency.add(*found)
         return self._latency
 
     def end(self, outcome: str, *, seconds: float = 0.0, pulled: int = 0, pushed: int = 0) -> None:

@@ -88,6 +88,7 @@ class Transfer(asyncio.Future[T]):
         "_on_cancel",
         "_op",
         "_peer",
+        "_plain",
         "_pull",
         "_started",
         "_then",
@@ -103,6 +104,7 @@ class Transfer(asyncio.Future[T]):
     _on_cancel: Callable[[], object] | None
     _op: int
     _peer: int | None
+    _plain: _core.Pair | None  # ends it well in native code: it hangs on nothing else
     _pull: bool
     _started: float
     _then: Callable[[Transfer[Any]], None]
@@ -166,7 +168,7 @@ class Transfer(asyncio.Future[T]):
         """End the future: the engine touches the memory no more."""
         self._bytes_done = nbytes
         native = getattr(self, "_native", None)
-        self._native = None  # lets go of the caches
+        self._native = self._plain = None  # lets go of the caches
         if not hasattr(self, "_bytes_total"):
             self._bytes_total = nbytes
         if self.done():

@@ -108,6 +108,7 @@ void Ring::wake() {
     const uint64_t one = 1;
     // Cannot fail for want of room: the counter is read before each arming.
     [[maybe_unused]] const ssize_t n = ::write(fd_.get(), &one, sizeof(one));
+    woken_.store(true, std::memory_order_release);  // last: a `take` in between finds it readable again
 }
 
 bool Ring::crowded() {
@@ -122,8 +123,10 @@ void Ring::expect_take() {
 
 void Ring::take(std::vector<Event> &out) {
     out.clear();
-    uint64_t count = 0;
-    [[maybe_unused]] const ssize_t n = ::read(fd_.get(), &count, sizeof(count));
+    if (woken_.exchange(false, std::memory_order_acquire)) {
+        uint64_t count = 0;
+        [[maybe_unused]] const ssize_t n = ::read(fd_.get(), &count, sizeof(count));
+    }
     const std::lock_guard<std::mutex> lock(mu_);
     out.swap(waiting_);
     armed_ = true;
@@ -608,7 +611,12 @@ SubmitResult Engine::execute_inline(const TransferRequest &request, uint64_t byt
 
 Lane &Engine::lane_of(const Op &op) {
     const unsigned t = op.remote->transport;
-    return (transports_[t].ops->flags & ADT_TRANSPORT_SHARED_QUEUE) != 0 ? transports_[t].lane : op.peer->lanes[t];
+    if ((transports_[t].ops->flags & ADT_TRANSPORT_SHARED_QUEUE) != 0) return transports_[t].lane;
+    return is_short(op) && transports_[t].ops->loop_fd != adt_no_loop_fd ? op.peer->short_lanes[t] : op.peer->lanes[t];
+}
+
+bool Engine::is_short(const Op &op) {
+    return op.bytes_total <= kShortBytes && !op.layers;
 }
 
 // Cuts the next batch off an operation, of one layer where there are layers. Returns true while more is left of that.
@@ -662,7 +670,7 @@ bool Engine::cut(Op &op, Batch &batch) {
     post.epoch = op.epoch;
     // Not while the peer waits for a fence: what is posted after take_over would wait for the loop, which may be busy.
     // Nor a layer: the loop may wait for a model that computes.
-    post.loop_waits = op.bytes_total <= kShortBytes && work == nullptr && op.peer->fences_from_peer.empty() ? 1 : 0;
+    post.loop_waits = is_short(op) && op.peer->fences_from_peer.empty() ? 1 : 0;
     if (work == nullptr) return op.at_tensor < last;
     ++layer->unfinished;
     if (op.at_tensor < last) return true;

@@ -88,6 +88,7 @@ class Ring : Counted<Live::ring> {
 
   private:
     Fd fd_;
+    std::atomic<bool> woken_{false};  // the descriptor was written to: only then has `take` to read it
     std::mutex mu_;
     std::vector<Event> waiting_;
     bool armed_ = true;
@@ -361,6 +362,7 @@ struct Peer : Counted<Live::peer> {
     std::array<std::string, kTransportCount> unsettled;  // why an endpoint moves nothing; under Engine::mu_
     bool unstoppable = false;  // it comes to memory by a transport by which it cannot be kept out; set by connect
     std::array<Lane, kTransportCount> lanes;
+    std::array<Lane, kTransportCount> short_lanes;  // of what the loop's thread may receive: it waits for nothing long
     // under Engine::mu_
     State state = State::active;
     adt_status_t end_status = ADT_OK;
@@ -625,6 +627,7 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
 
     // engine.cpp: operations
     Lane &lane_of(const Op &op);
+    static bool is_short(const Op &op);
     Op &admit(const TransferRequest &request, uint64_t bytes, std::vector<Run> &runs);
     void enqueue(Section &s, Op &op);
     bool cut(Op &op, Batch &batch);

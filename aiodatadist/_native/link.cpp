@@ -428,7 +428,10 @@ adt_status_t Engine::connect(const std::shared_ptr<Node> &node, const ConnectReq
     if (request.peer_limit_ns > 0) {
         peer->shorter_limit_ns = std::min(peer->shorter_limit_ns, std::max(request.peer_limit_ns, kLeastLimit));
     }
-    for (unsigned i = 0; i < kTransportCount; ++i) peer->lanes[i].depth = transports_[i].ops->queue_depth;
+    for (unsigned i = 0; i < kTransportCount; ++i) {
+        peer->lanes[i].depth = transports_[i].ops->queue_depth;
+        peer->short_lanes[i].depth = ADT_SHORT_DEPTH;
+    }
     const int flags = fcntl(peer->wire.get(), F_GETFL);
     fcntl(peer->wire.get(), F_SETFL, flags | O_NONBLOCK);
     {

@@ -8,6 +8,7 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -39,8 +40,13 @@ namespace {
 constexpr uint64_t kBatchBytes = 1 << 20;
 constexpr size_t kIov = 256;  // pieces a system call moves
 constexpr size_t kFillerBytes = 64 * 1024;
+constexpr size_t kAheadBytes = 8 * 1024;  // read with a header
 constexpr uint64_t kTurnBytes = 4 << 20;  // what one connection moves before another gets the thread
-constexpr uint32_t kQueueDepth = 6;       // batches an endpoint has posted: two connections, three deep
+// Beside short requests, and for so long after one: what a system call moves. It is not interrupted, and a processor
+// that it has is what they wait for.
+constexpr uint64_t kShareBytes = 256 * 1024;
+constexpr uint64_t kShareNs = 2'000'000;
+constexpr uint32_t kQueueDepth = 6;  // batches an endpoint has posted: two connections, three deep
 
 alignas(64) const char kFiller[kFillerBytes] = {};
 
@@ -96,7 +102,8 @@ struct Waiting {
 class Tcp;
 
 // bulk: both sides ask, the I/O threads move. asking: for this side's short requests; sent by whoever posts them, and
-// answers are received by the loop's thread, or by the I/O threads once they took over. answering: the peer's such one.
+// answers are received by the loop's thread, or by a thread of the transport once it took over. answering: the peer's
+// such one, which that thread serves: it never waits for bulk.
 enum class Use : uint8_t { bulk, asking, answering };
 
 struct Connection : Counted<Live::connection> {
@@ -140,20 +147,24 @@ struct Endpoint {
 class Tcp {
   public:
     explicit Tcp(const adt_open_params_t &params) : host_(*params.host), stepped_(params.threads == 0) {
-        epoll_ = Fd(epoll_create1(EPOLL_CLOEXEC));
+        bulk_ = Fd(epoll_create1(EPOLL_CLOEXEC));
+        short_ = Fd(epoll_create1(EPOLL_CLOEXEC));
         stop_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-        if (!epoll_ || !stop_) throw std::system_error(errno, std::generic_category(), "epoll or eventfd");
+        if (!bulk_ || !short_ || !stop_) throw std::system_error(errno, std::generic_category(), "epoll or eventfd");
         epoll_event interest{};
         interest.events = EPOLLIN;
         interest.data.u64 = 0;
-        epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, stop_.get(), &interest);
+        epoll_ctl(bulk_.get(), EPOLL_CTL_ADD, stop_.get(), &interest);
+        epoll_ctl(short_.get(), EPOLL_CTL_ADD, stop_.get(), &interest);
+        const auto work_at = [this](const Fd &epoll) {
+            return [this, &epoll] {
+                while (turn(epoll, -1)) {
+                }
+            };
+        };
         try {
-            for (unsigned i = 0; i < params.threads; ++i) {
-                threads_.push_back(start_thread("adt-io", [this] {
-                    while (turn(-1)) {
-                    }
-                }));
-            }
+            for (unsigned i = 0; i < params.threads; ++i) threads_.push_back(start_thread("adt-io", work_at(bulk_)));
+            if (!stepped_) threads_.push_back(start_thread("adt-short", work_at(short_)));
         } catch (...) {
             stop();
             throw;
@@ -168,7 +179,11 @@ class Tcp {
         for (std::thread &thread : threads_) thread.join();
     }
 
-    bool turn(int timeout_ms);
+    bool turn(const Fd &epoll, int timeout_ms);
+    void step() {
+        while (turn(short_, 0) || turn(bulk_, 0)) {
+        }
+    }
     adt_status_t connect(const adt_connect_params_t &params, Endpoint *&out);
     void disconnect(Endpoint *endpoint);
     adt_status_t post(adt_batch_t *batch);
@@ -211,6 +226,8 @@ class Tcp {
     void arm(Connection &c);
     void tell(Connection &c, const News &news);
     bool receive(Connection &c, News &news);
+    size_t places(Connection &c, iovec *iov, uint64_t &want) const;
+    bool arrived(Connection &c, uint64_t got, News &news);
     bool deliver(Connection &c, News &news);  // a whole frame arrived
     bool begin_frame(Connection &c, News &news);
     bool begin_request(Connection &c, News &news);
@@ -225,9 +242,23 @@ class Tcp {
         if (token != nullptr) host_.end_serve(host_.ctx, std::exchange(token, nullptr));
     }
 
+    int epoll_of(const Connection &c) const { return (c.use == Use::bulk ? bulk_ : short_).get(); }
+    // What a system call on this connection may move.
+    uint64_t share(const Connection &c) const {
+        const bool shared =
+            c.use == Use::bulk && !stepped_ && host_.now_ns(host_.ctx) < short_until_.load(std::memory_order_relaxed);
+        return shared ? kShareBytes : kTurnBytes;
+    }
+    // Between two calls: lets those have the processor who wait for a short request's answer, or to give it.
+    static void step_aside(uint64_t shared) {
+        if (shared == kShareBytes) sched_yield();
+    }
+
     const adt_host_t host_;
     const bool stepped_;
-    Fd epoll_;
+    std::atomic<uint64_t> short_until_{0};  // until then bulk shares the processors with short requests
+    Fd bulk_;                               // epoll of the connections for it
+    Fd short_;                              // of all others
     Fd stop_;
     std::mutex mu_;
     std::vector<adt_completion_t> done_;
@@ -239,9 +270,9 @@ class Tcp {
 
 // ------------------------------------------------------------------------------------------------- threads, events
 
-bool Tcp::turn(int timeout_ms) {
+bool Tcp::turn(const Fd &epoll, int timeout_ms) {
     epoll_event event{};
-    const int n = epoll_wait(epoll_.get(), &event, 1, timeout_ms);
+    const int n = epoll_wait(epoll.get(), &event, 1, timeout_ms);
     if (n <= 0) return timeout_ms < 0;
     const uint64_t id = event.data.u64;  // a copy: the kernel's struct is packed, and no reference may point into it
     if (id == 0) return false;
@@ -287,7 +318,7 @@ void Tcp::arm(Connection &c) {
     if (c.use != Use::asking || !c.waiting.empty()) interest.events |= EPOLLIN;
     if (!c.out.empty()) interest.events |= EPOLLOUT;
     interest.data.u64 = c.id;
-    epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, c.fd.get(), &interest);
+    epoll_ctl(epoll_of(c), EPOLL_CTL_MOD, c.fd.get(), &interest);
 }
 
 void Tcp::tell(Connection &c, const News &news) {
@@ -339,6 +370,7 @@ void Tcp::take_inbox(Connection &c, bool ending) {
 bool Tcp::transmit(Connection &c, News &news, bool may_end) {
     uint64_t budget = kTurnBytes;
     while (!c.out.empty()) {
+        const uint64_t most = share(c);
         OutFrame &f = c.out.front();
         iovec iov[kIov];
         size_t n = 0;
@@ -356,9 +388,9 @@ bool Tcp::transmit(Connection &c, News &news, bool may_end) {
         const uint64_t left = f.payload() - f.payload_sent;
         if (f.chunks != nullptr) {
             Cursor at = f.cursor;
-            while (queued < left && n < kIov - 1) {
+            while (queued < left && queued < most && n < kIov - 1) {
                 const adt_chunk_t &chunk = f.chunks[at.chunk];
-                const size_t length = chunk.length - at.at;
+                const size_t length = static_cast<size_t>(std::min<uint64_t>(chunk.length - at.at, most - queued));
                 iov[n++] = {static_cast<char *>(chunk.local) + at.at, length};
                 queued += length;
                 ++at.chunk;
@@ -383,6 +415,11 @@ bool Tcp::transmit(Connection &c, News &news, bool may_end) {
             if (errno == EAGAIN) return true;
             if (may_end) end(c, ADT_ERR_PEER_LOST, std::string("send: ") + std::strerror(errno), news);
             return false;
+        }
+        if (c.use == Use::bulk) {
+            step_aside(most);
+        } else if (!stepped_) {
+            short_until_.store(host_.now_ns(host_.ctx) + kShareNs, std::memory_order_relaxed);
         }
         auto left_to_count = static_cast<uint64_t>(moved);
         budget -= std::min(budget, left_to_count);
@@ -427,46 +464,101 @@ void Tcp::answer(Connection &c, FrameType type, adt_status_t status, uint64_t se
 
 // ------------------------------------------------------------------------------------------------------ receiving
 
-bool Tcp::receive(Connection &c, News &news) {
-    uint64_t budget = kTurnBytes;
+// Fills in where the next bytes belong, in their order: the rest of the stage, and a trailer with the payload before
+// it. Returns how many places there are; `want` is how many bytes.
+size_t Tcp::places(Connection &c, iovec *iov, uint64_t &want) const {
     // Shared by whatever is thrown away; its content is never read.
     static thread_local std::vector<char> drop(kFillerBytes);
-    while (budget > 0) {
-        iovec iov[kIov];
-        size_t n = 0;
-        uint64_t want = 0;
-        switch (c.stage) {
-            case Connection::Stage::header:
-                want = sizeof(c.in) - c.in_got;
-                iov[n++] = {reinterpret_cast<char *>(&c.in) + c.in_got, want};
-                break;
-            case Connection::Stage::runs:
-                want = c.in_runs.size() * sizeof(FrameRun) - c.in_got;
-                iov[n++] = {reinterpret_cast<char *>(c.in_runs.data()) + c.in_got, want};
-                break;
-            case Connection::Stage::trailer:
-                want = sizeof(c.in_trailer) - c.in_got;
-                iov[n++] = {reinterpret_cast<char *>(&c.in_trailer) + c.in_got, want};
-                break;
-            case Connection::Stage::payload: {
-                const uint64_t left = c.in.payload - c.payload_got;
-                if (c.sink) {
-                    want = std::min<uint64_t>(left, drop.size());
-                    iov[n++] = {drop.data(), want};
-                    break;
-                }
-                const bool read = c.in.type == static_cast<uint8_t>(FrameType::read_done);
-                const adt_chunk_t *chunks = read ? c.waiting.front().batch->chunks : c.in_chunks.data();
-                Cursor at = c.cursor;
-                while (want < left && n < kIov) {
-                    const size_t length = chunks[at.chunk].length - at.at;
-                    iov[n++] = {static_cast<char *>(chunks[at.chunk].local) + at.at, length};
-                    want += length;
-                    ++at.chunk;
-                    at.at = 0;
-                }
+    size_t n = 0;
+    const auto add = [&](void *at, uint64_t bytes) {
+        iov[n++] = {at, static_cast<size_t>(bytes)};
+        want += bytes;
+    };
+    want = 0;
+    switch (c.stage) {
+        case Connection::Stage::header:
+            add(reinterpret_cast<char *>(&c.in) + c.in_got, sizeof(c.in) - c.in_got);
+            break;
+        case Connection::Stage::runs:
+            add(reinterpret_cast<char *>(c.in_runs.data()) + c.in_got, c.in_runs.size() * sizeof(FrameRun) - c.in_got);
+            break;
+        case Connection::Stage::trailer:
+            add(reinterpret_cast<char *>(&c.in_trailer) + c.in_got, sizeof(c.in_trailer) - c.in_got);
+            break;
+        case Connection::Stage::payload: {
+            const uint64_t left = c.in.payload - c.payload_got;
+            if (c.sink) {
+                add(drop.data(), std::min<uint64_t>(left, drop.size()));
                 break;
             }
+            const bool read = c.in.type == static_cast<uint8_t>(FrameType::read_done);
+            const adt_chunk_t *chunks = read ? c.waiting.front().batch->chunks : c.in_chunks.data();
+            const uint64_t most = std::min(left, share(c));
+            Cursor at = c.cursor;
+            while (want < most && n < kIov) {
+                const uint64_t length = std::min<uint64_t>(chunks[at.chunk].length - at.at, most - want);
+                add(static_cast<char *>(chunks[at.chunk].local) + at.at, length);
+                ++at.chunk;
+                at.at = 0;
+            }
+            if (want == left) add(&c.in_trailer, sizeof(c.in_trailer));
+            break;
+        }
+    }
+    return n;
+}
+
+namespace {
+
+// Copies as much as there is and the places take; returns how much.
+size_t fill(const iovec *iov, size_t n, const char *from, size_t bytes) {
+    size_t done = 0;
+    for (size_t i = 0; i < n && done < bytes; ++i) {
+        const size_t length = std::min(iov[i].iov_len, bytes - done);
+        std::memcpy(iov[i].iov_base, from + done, length);
+        done += length;
+    }
+    return done;
+}
+
+// Whether the next frame can only be the answer to one read: then all of it is received at once, and in place.
+bool one_answer_due(const Connection &c) {
+    if (c.use != Use::asking || c.stage != Connection::Stage::header || c.in_got > 0) return false;
+    if (c.waiting.size() != 1 || !c.out.empty()) return false;
+    const Waiting &due = c.waiting.front();
+    return due.answer == FrameType::read_done && !due.detached && due.batch->count <= kIov;
+}
+
+}  // namespace
+
+bool Tcp::receive(Connection &c, News &news) {
+    // What comes with a header. Nothing is left here when this returns, so that connections can share it.
+    static thread_local std::vector<char> ahead(kAheadBytes);
+    size_t ahead_at = 0;
+    size_t ahead_end = 0;
+    uint64_t budget = kTurnBytes;
+    bool more = true;  // the last call got all that it had room for
+    for (;;) {
+        iovec iov[kIov + 3];
+        uint64_t want = 0;
+        size_t n = places(c, iov, want);
+        if (ahead_at < ahead_end) {
+            const size_t got = fill(iov, n, ahead.data() + ahead_at, ahead_end - ahead_at);
+            ahead_at += got;
+            if (!arrived(c, got, news)) return false;
+            continue;
+        }
+        if (budget == 0 || !more) return true;
+        const bool whole = one_answer_due(c);
+        uint64_t room = want;
+        if (whole) {
+            const adt_batch_t &batch = *c.waiting.front().batch;
+            for (uint32_t i = 0; i < batch.count; ++i) iov[n++] = {batch.chunks[i].local, batch.chunks[i].length};
+            iov[n++] = {&c.in_trailer, sizeof(c.in_trailer)};
+            room += batch.bytes + sizeof(c.in_trailer);
+        } else if (c.stage == Connection::Stage::header) {
+            iov[n++] = {ahead.data(), ahead.size()};
+            room += ahead.size();
         }
         msghdr message{};
         message.msg_iov = iov;
@@ -482,33 +574,49 @@ bool Tcp::receive(Connection &c, News &news) {
             end(c, ADT_ERR_PEER_LOST, "the peer closed the data connection", news);
             return false;
         }
-        const auto got = static_cast<uint64_t>(moved);
-        budget -= std::min(budget, got);
-        switch (c.stage) {
-            case Connection::Stage::header:
-                c.in_got += got;
-                if (c.in_got == sizeof(c.in) && !begin_frame(c, news)) return false;
-                break;
-            case Connection::Stage::runs:
-                c.in_got += got;
-                if (c.in_got == c.in_runs.size() * sizeof(FrameRun) && !begin_request(c, news)) return false;
-                break;
-            case Connection::Stage::payload:
-                c.payload_got += got;
-                if (!c.sink) {
-                    const bool read = c.in.type == static_cast<uint8_t>(FrameType::read_done);
-                    c.cursor.advance(read ? c.waiting.front().batch->chunks : c.in_chunks.data(), got);
-                }
-                if (c.payload_got == c.in.payload) {
-                    c.stage = Connection::Stage::trailer;
-                    c.in_got = 0;
-                }
-                break;
-            case Connection::Stage::trailer:
-                c.in_got += got;
-                if (c.in_got == sizeof(c.in_trailer) && !deliver(c, news)) return false;
-                break;
+        const auto all = static_cast<uint64_t>(moved);
+        if (c.stage == Connection::Stage::payload) step_aside(share(c));
+        budget -= std::min(budget, all);
+        more = !whole && all == room;
+        const uint64_t got = std::min(all, want);
+        if (!arrived(c, got, news)) return false;
+        if (!whole) {
+            ahead_at = 0;
+            ahead_end = static_cast<size_t>(all - got);
+        } else if (all > got) {
+            if (c.stage != Connection::Stage::payload) {
+                end(c, ADT_ERR_PROTOCOL, "a payload that was not announced", news);
+                return false;
+            }
+            if (!arrived(c, all - got, news)) return false;
         }
+    }
+}
+
+// `got` bytes are in the places that `places` said.
+bool Tcp::arrived(Connection &c, uint64_t got, News &news) {
+    switch (c.stage) {
+        case Connection::Stage::header:
+            c.in_got += got;
+            return c.in_got < sizeof(c.in) || begin_frame(c, news);
+        case Connection::Stage::runs:
+            c.in_got += got;
+            return c.in_got < c.in_runs.size() * sizeof(FrameRun) || begin_request(c, news);
+        case Connection::Stage::payload: {
+            const uint64_t payload = std::min(got, c.in.payload - c.payload_got);
+            c.payload_got += payload;
+            if (!c.sink) {
+                const bool read = c.in.type == static_cast<uint8_t>(FrameType::read_done);
+                c.cursor.advance(read ? c.waiting.front().batch->chunks : c.in_chunks.data(), payload);
+            }
+            if (c.payload_got < c.in.payload) return true;
+            c.stage = Connection::Stage::trailer;
+            c.in_got = got - payload;
+            return c.in_got < sizeof(c.in_trailer) || deliver(c, news);
+        }
+        case Connection::Stage::trailer:
+            c.in_got += got;
+            return c.in_got < sizeof(c.in_trailer) || deliver(c, news);
     }
     return true;
 }
@@ -632,7 +740,7 @@ void Tcp::end(Connection &c, adt_status_t status, std::string reason, News &news
     for (const Waiting &waiting : c.waiting) complete(c, waiting.batch, status, false, news);
     c.out.clear();
     c.waiting.clear();
-    epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, c.fd.get(), nullptr);
+    epoll_ctl(epoll_of(c), EPOLL_CTL_DEL, c.fd.get(), nullptr);
     c.fd.reset();
     {
         const std::lock_guard<std::mutex> lock(mu_);
@@ -679,7 +787,7 @@ adt_status_t Tcp::connect(const adt_connect_params_t &params, Endpoint *&out) {
         interest.events = EPOLLONESHOT;
         if (connection->use != Use::asking) interest.events |= EPOLLIN;
         interest.data.u64 = connection->id;
-        epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, connection->fd.get(), &interest);
+        epoll_ctl(epoll_of(*connection), EPOLL_CTL_ADD, connection->fd.get(), &interest);
     }
     out = endpoint.release();
     return ADT_OK;
@@ -713,7 +821,7 @@ adt_status_t Tcp::post(adt_batch_t *batch) {
     epoll_event interest{};
     interest.events = EPOLLIN | EPOLLOUT | EPOLLONESHOT;
     interest.data.u64 = c.id;
-    epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, c.fd.get(), &interest);
+    epoll_ctl(epoll_of(c), EPOLL_CTL_MOD, c.fd.get(), &interest);
     return ADT_OK;
 }
 
@@ -912,10 +1020,7 @@ adt_status_t post(adt_transport_h handle, adt_batch_t *const *batches, size_t co
 }
 
 size_t poll_tcp(adt_transport_h handle, adt_completion_t *out, size_t capacity) {
-    if (tcp(handle).stepped()) {
-        while (tcp(handle).turn(0)) {
-        }
-    }
+    if (tcp(handle).stepped()) tcp(handle).step();
     return tcp(handle).poll(out, capacity);
 }
 

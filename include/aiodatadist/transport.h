@@ -155,6 +155,8 @@ typedef struct adt_batch {
     int32_t model_cpu;   /* the processor of a model that computes meanwhile, to be left to it; -1: none */
 } adt_batch_t;
 
+#define ADT_SHORT_DEPTH 16 /* batches of short operations that an endpoint has posted at most: see loop_fd */
+
 typedef struct adt_completion {
     adt_batch_t *batch;
     adt_status_t status;
@@ -248,7 +250,8 @@ typedef struct adt_transport_ops {
     uint32_t struct_size;
     const char *name;
     uint32_t flags;       /* ADT_TRANSPORT_* */
-    uint32_t queue_depth; /* batches posted at most, per endpoint or (SHARED_QUEUE) in all */
+    uint32_t queue_depth; /* batches posted at most, per endpoint or (SHARED_QUEUE) in all; a transport that has a
+                             loop_fd is given up to ADT_SHORT_DEPTH short ones on top */
 
     void (*probe)(adt_probe_t *out);
     adt_status_t (*open)(const adt_open_params_t *params, adt_transport_h *out);
