@@ -17,7 +17,7 @@ from cpython.buffer cimport (
     PyBUF_STRIDES,
 )
 from cpython.bytes cimport PyBytes_FromStringAndSize
-from cpython.long cimport PyLong_AsLongLong, PyLong_CheckExact
+from cpython.long cimport PyLong_CheckExact
 from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject_Call
 from cpython.ref cimport Py_DECREF, Py_INCREF

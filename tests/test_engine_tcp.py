@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import select
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -470,6 +471,137 @@ def test_half_an_answer_and_then_the_end(h: Hand) -> None:
     here.fill(0x33)
     h.turn()
     assert bool((here.raw[0] == 0x33).all())
+
+
+# --- short requests, on a connection of their own --------------------------------------------------
+
+SHORT = 2  # of three connections, the one for this node's short requests
+
+
+@contextlib.contextmanager
+def short() -> Iterator[tuple[Hand, Callable[[], None]]]:
+    """A hand with such a connection, and what the loop does when something has come over it."""
+    with hand("threads", connections=3) as h:
+        peer = h.side.peer
+        assert peer is not None
+        fd = peer.loop_fd()
+
+        def progress() -> None:
+            if select.select([fd], [], [], 0.02)[0]:
+                peer.loop_progress()
+
+        try:
+            yield h, progress
+        finally:
+            os.close(fd)
+
+
+def test_short_requests_do_not_wait_for_bulk() -> None:
+    """All batches that one large pull may have under way are unanswered, and more of it waits."""
+    with short() as (h, progress):
+        _, _, bulk = asked(h, READ, 32, 1 << 20)
+        heads = [reply(h)]
+        h.receive(heads[0].count * RUN.size)
+        here, _, call = asked(h, READ)
+        head = h.header(SHORT)
+        assert head is not None
+        assert head.payload == 4096
+        h.receive(RUN.size, SHORT)
+        h.send(answer(READ_DONE, head.seq, payload=b"\x22" * 4096), SHORT)
+        h.run(lambda: progress() or call.ended)
+        assert (call.status, call.done) == (OK, 4096)
+        assert bool((here.raw[0] == 0x22).all())
+        assert not bulk.ended
+
+
+def test_many_short_requests_leave_room_for_others() -> None:
+    """No more are under way than the peer must take, whatever it has to answer besides."""
+    with short() as (h, progress):
+        calls = [asked(h, READ)[2] for _ in range(100)]
+        seen = 0
+        while not all(call.ended for call in calls):
+            head = h.header(SHORT)
+            assert head is not None
+            h.receive(RUN.size, SHORT)
+            seen += 1
+            h.send(answer(READ_DONE, head.seq, payload=bytes(4096)), SHORT)
+            h.turn()
+            progress()
+        assert seen == 100
+        assert {call.status for call in calls} == {OK}
+
+
+@pytest.mark.parametrize("opcode", [READ, WRITE])
+def test_short_answers_in_single_bytes(opcode: int) -> None:
+    with short() as (h, progress):
+        for fill in (0x22, 0x33):
+            here, _, call = asked(h, opcode, 1, 64)
+            head = h.header(SHORT)
+            assert head is not None
+            if opcode == READ:
+                h.receive(RUN.size, SHORT)
+                frame = answer(READ_DONE, head.seq, payload=bytes([fill]) * 64)
+            else:
+                h.receive(RUN.size + 64 + 8, SHORT)
+                frame = answer(WRITE_DONE, head.seq)
+            for byte in frame:
+                assert not call.ended
+                h.send(bytes([byte]), SHORT)
+                progress()
+            h.run(lambda call=call: progress() or call.ended)  # type: ignore[misc]
+            assert call.status == OK
+            assert opcode == WRITE or bool((here.raw[0] == fill).all())
+
+
+@pytest.mark.parametrize("status", [-2, -(2**31)])
+def test_refused_short_requests(status: int) -> None:
+    with short() as (h, progress):
+        for _ in range(2):
+            here, _, call = asked(h, READ)
+            head = h.header(SHORT)
+            assert head is not None
+            h.receive(RUN.size, SHORT)
+            h.send(answer(READ_DONE, head.seq, status=status), SHORT)
+            h.run(lambda call=call: progress() or call.ended)  # type: ignore[misc]
+            assert (call.status, call.done) == (status, 0)
+            assert bool((here.raw[0] == 0x11).all())
+
+
+BAD_SHORT_ANSWERS = {
+    **BAD_ANSWERS,
+    "bytes behind a refusal": lambda seq: answer(READ_DONE, seq, status=-4) + bytes(HEADER.size),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SHORT_ANSWERS)
+def test_bad_answers_to_short_requests_end_the_link(name: str) -> None:
+    """Also where all of an answer is received at once, and in place."""
+    with short() as (h, progress):
+        here, _, call = asked(h, READ)
+        head = h.header(SHORT)
+        assert head is not None
+        h.receive(RUN.size, SHORT)
+        h.send(BAD_SHORT_ANSWERS[name](head.seq), SHORT)
+        h.run(lambda: progress() or h.side.seen(_core.EVENT_PEER_LOST))
+        assert h.lost() == PROTOCOL
+        h.run(lambda: call.ended)
+        assert call.status in (PROTOCOL, PEER_LOST, -4)
+        here.fill(0x33)
+        h.run(lambda: h.side.seen(_core.EVENT_PEER_QUIET))
+        assert bool((here.raw[0] == 0x33).all())
+
+
+def test_an_answer_that_was_not_asked_for_behind_one_that_was() -> None:
+    with short() as (h, progress):
+        _, _, call = asked(h, READ)
+        head = h.header(SHORT)
+        assert head is not None
+        h.receive(RUN.size, SHORT)
+        good = answer(READ_DONE, head.seq, payload=bytes(4096))
+        h.send(good + good, SHORT)
+        h.run(lambda: progress() or h.side.seen(_core.EVENT_PEER_LOST))
+        assert h.lost() == PROTOCOL
+        assert call.status == OK
 
 
 # --- the engine connection -------------------------------------------------------------------------

@@ -632,27 +632,36 @@ bool Engine::cut(Op &op, Batch &batch) {
         if (!std::exchange(work->begun, true)) op.at_tensor = layer->first;
     }
     uint64_t bytes = 0;
-    batch.chunks.clear();
+    // Written by place, into storage that only grows: appending takes twice as long.
+    const size_t pieces = op.runs.size() * (last - op.at_tensor) - op.at_run;
+    const size_t most = std::min<size_t>(pieces, path.max_batch_chunks);
+    if (batch.chunks.size() < most) batch.chunks.resize(most);
+    adt_chunk_t *const first = batch.chunks.data();
+    adt_chunk_t *const end = first + most;
+    adt_chunk_t *chunk = first;
     while (op.at_tensor < last) {
         const LayerTensor tensor =
             work != nullptr ? work->tensors[op.at_tensor]
                             : LayerTensor{op.local_tensor + op.at_tensor, op.remote_tensor + op.at_tensor, 0};
         char *const base = op.local->tensors[tensor.local];
-        while (op.at_run < op.runs.size()) {
-            if (bytes == path.max_batch_bytes || batch.chunks.size() == path.max_batch_chunks) break;
-            const Run &run = op.runs[op.at_run];
-            const uint64_t left = run.length - op.at_byte;
+        const size_t runs = op.runs.size();
+        size_t at = op.at_run;
+        uint64_t skip = op.at_byte;  // of the run
+        for (; at < runs && bytes < path.max_batch_bytes && chunk < end; ++chunk) {
+            const Run &run = op.runs[at];
+            const uint64_t left = run.length - skip;
             const uint64_t length = std::min(left, path.max_batch_bytes - bytes);
-            batch.chunks.push_back({base + run.local + op.at_byte, tensor.base + run.remote + op.at_byte, tensor.remote,
-                                    static_cast<uint32_t>(length)});
+            *chunk = {base + run.local + skip, tensor.base + run.remote + skip, tensor.remote,
+                      static_cast<uint32_t>(length)};
             bytes += length;
-            op.at_byte += length;
-            if (length == left) {
-                ++op.at_run;
-                op.at_byte = 0;
-            }
+            skip += length;
+            if (length < left) continue;
+            ++at;
+            skip = 0;
         }
-        if (op.at_run < op.runs.size()) break;
+        op.at_run = at;
+        op.at_byte = skip;
+        if (at < runs) break;
         op.at_run = 0;
         ++op.at_tensor;
     }
@@ -660,8 +669,8 @@ bool Engine::cut(Op &op, Batch &batch) {
     batch.detached = false;
     adt_batch_t &post = batch.post;
     post.opcode = op.opcode;
-    post.count = static_cast<uint32_t>(batch.chunks.size());
-    post.chunks = batch.chunks.data();
+    post.count = static_cast<uint32_t>(chunk - first);
+    post.chunks = first;
     post.bytes = bytes;
     post.endpoint = op.peer->endpoints[op.remote->transport];
     post.local_mem = op.local->mems[op.remote->transport];
