@@ -184,12 +184,15 @@ def hixl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Controls]:
     assert controls.violations() == []
 
 
+@pytest.fixture(autouse=True)
+def _hixl_where_marked(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("hixl"):
+        request.getfixturevalue("hixl")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _check_names(items)
-    for item in items:
-        if item.get_closest_marker("hixl"):
-            item.add_marker(pytest.mark.usefixtures("hixl"))
 
 
 @pytest.fixture

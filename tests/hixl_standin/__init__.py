@@ -29,6 +29,7 @@ LIBRARIES = {
     "libascendcl.so": (["ascendcl.cpp"], []),
     "libcann_hixl.so": (["hixl.cpp", "engine.cpp", "transfers.cpp", "knobs.cpp"], ["-lmetadef", "-lascendcl"]),
 }
+COUNTERS = ("registrations", "connects", "disconnects", "requests", "queries", "bulk_queries", "stalls", "late_writes")
 WARNINGS = ["-Wall", "-Wextra", "-Wconversion", "-Werror"]
 # The other ABI of std::string than the library is built with: what is published must not depend on it.
 FLAGS = ["-std=c++17", "-O1", "-g1", "-pthread", *WARNINGS]
@@ -158,9 +159,10 @@ class Acl:
 
 
 class Controls:
-    """Knobs and counters of the stand-in in this process."""
+    """Knobs and counters of the stand-in in this process; what was counted before `reset` does not show."""
 
     def __init__(self) -> None:
+        self._before: dict[str, int] = {}
         lib = build() / "lib64"
         for name in ("libmetadef.so", "libascendcl.so"):
             ctypes.CDLL(str(lib / name), mode=ctypes.RTLD_GLOBAL)
@@ -175,13 +177,15 @@ class Controls:
         assert self._lib.standin_set(knob.encode(), value) == 0, knob
 
     def reset(self) -> None:
-        """Have the environment count again."""
+        """Have the environment count again, and all counters begin at 0."""
         self._lib.standin_reset()
+        self._before.clear()
+        self._before = {counter: self.count(counter) for counter in COUNTERS}
 
     def count(self, counter: str) -> int:
         number = int(self._lib.standin_count(counter.encode()))
         assert number != 2**64 - 1, counter
-        return number
+        return number - self._before.get(counter, 0)
 
     def violations(self) -> list[str]:
         """Return, and forget, which rules of HIXL the library has broken in this process."""
