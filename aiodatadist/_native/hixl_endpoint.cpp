@@ -303,12 +303,8 @@ bool HixlEndpoint::submit(Work &work, HixlNews &news) {
         const adt_chunk_t &chunk = batch.chunks[i];
         const auto local = reinterpret_cast<uintptr_t>(chunk.local);
         const uintptr_t remote = there.tensors[chunk.remote_tensor] + chunk.remote_offset;
-        if (!pieces_.empty() && pieces_.back().local + pieces_.back().length == local &&
-            pieces_.back().remote + pieces_.back().length == remote) {
-            pieces_.back().length += chunk.length;
-        } else {
-            pieces_.push_back({local, remote, chunk.length});
-        }
+        // Never joined: the engine has merged neighbours, and HIXL takes no piece that lies in two registrations.
+        pieces_.push_back({local, remote, chunk.length});
     }
     const uint64_t cookie = agent.name_request(*this);
     void *request = nullptr;
