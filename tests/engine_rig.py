@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 
-from aiodatadist import _core
+from aiodatadist import _cann, _core
 
 PATHS = ("shm-mapped", "shm-process_vm", "tcp", "tcp-short")
 MODES = ("threads", "step")
@@ -26,7 +26,10 @@ LOCAL_CASES = (
 CASES = (
     *LOCAL_CASES,
     pytest.param("verbs", "threads", marks=pytest.mark.verbs, id="verbs-threads"),
+    pytest.param("hixl", "threads", marks=pytest.mark.hixl, id="hixl-threads"),
 )
+# Transports whose endpoints say when they are of use.
+SETTLING = ("verbs", "hixl")
 OK, BOUNDS, CANCELLED, TIMEOUT, PEER_LOST, ABORTED, CLOSED, FENCED = 0, -3, -6, -7, -8, -9, -10, -15
 NOT_FOUND, PERMISSION, PROTOCOL, LAYER_FAILED = -2, -4, -14, -20
 SECOND = 1_000_000_000
@@ -186,11 +189,21 @@ class Rig:
             usable, device, gid_index, words = _core.choose_rdma([], -1)
             assert usable, words
             options["rdma"] = (device, gid_index, 0, 0, 14, 7)
-        self.user = Side(self.engines[0], self.rings[0], 1, options)
-        self.owner = Side(self.engines[-1], self.rings[-1], 2, options)
+        # Engines of HIXL belong to one node each.
+        engines = [{"hixl": self._open_hixl(drain_timeout)} if path == "hixl" else {} for _ in range(2)]
+        self.user = Side(self.engines[0], self.rings[0], 1, options | engines[0])
+        self.owner = Side(self.engines[-1], self.rings[-1], 2, options | engines[1])
         self.sides = (self.user, self.owner)
         self.loop_fds: dict[int, _core.Peer] = {}
         self.link(4 if path == "tcp-short" else connections)
+
+    @staticmethod
+    def _open_hixl(drain_timeout: float) -> _core.HixlEngine:
+        found = _cann.find_libraries()
+        libraries = (found.metadef, found.hixl, found.acl, _cann.shim_path())
+        return _core.HixlEngine(
+            libraries, 0, "127.0.0.1", {}, alignment=0, drain_timeout=drain_timeout, connect_timeout=5.0
+        )
 
     @property
     def transport(self) -> str:
@@ -200,7 +213,7 @@ class Rig:
         """Connect both sides (again)."""
         shm = self.path.startswith("shm")
         wire = socket.socketpair()
-        data = [socket.socketpair() for _ in range(0 if self.transport in ("sim", "verbs") else connections)]
+        data = [socket.socketpair() for _ in range(0 if self.transport in ("sim", *SETTLING) else connections)]
         self.links += 1
         for i, side in enumerate(self.sides):
             if self.network is not None:
@@ -219,10 +232,10 @@ class Rig:
             fd = -1 if self.stepped else side.peer.loop_fd()
             if fd >= 0:
                 self.loop_fds[fd] = side.peer
-        if self.path == "verbs":
+        if self.path in SETTLING:
             for side in self.sides:
                 self.run(lambda side=side: side.seen(_core.EVENT_ENDPOINT_SETTLED))
-                assert side.to_peer.unsettled("verbs") == ""
+                assert side.to_peer.unsettled(self.path) == ""
 
     def tensors(self, geometry: Geometry, *, owner: bool = True, seed: int | None = None) -> Tensors:
         made = Tensors(geometry, region=owner and self.path == "shm-mapped")

@@ -536,7 +536,7 @@ class LayerBench:
         self.failures: list[BaseException] = []
 
     async def _set_up(self) -> None:
-        memory = "ordinary" if self.path == "ordinary" else "library"
+        memory = quiet.memory_of(self.path)
         shape = (LANES * LANE_BLOCKS, BLOCK_BYTES)
         self.blocks, self.blocks_rows = _allocate(self.mine, shape, memory, remote=None)
         self.slots, self.slots_rows = _allocate(self.mine, (LANES, SLOT), memory, slots=True, remote=None)
@@ -550,7 +550,7 @@ class LayerBench:
             await cache.ready()
         for dd in (self.theirs, self.others):
             link = await self.mine.link(adt.ClusterInfo(dd.cluster_id, str(dd.listen_address)))
-            assert link.path.transport == ("tcp" if self.path == "tcp" else "shm"), link.path
+            assert (link.path.transport,) == self.mine._config.transports, link.path
             ids = [cache.id for region in self.by_name[dd.cluster_id].values() for cache in region.caches]
             names = [adt.CacheKeyByIdAndIndex(dd.cluster_id, number) for number in ids]
             await until(lambda: all(name in link.table for name in names))  # noqa: B023

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ from aiodatadist.llm_datadist import (
     LLMStatusCode,
 )
 
+from .hixl_standin import Acl
 from .waiting import reserved_address, until_now
 
 SUCCESS = LLMStatusCode.LLM_SUCCESS
@@ -99,7 +99,22 @@ def pair(**changes: Any) -> Iterator[tuple[LLMDataDist, LLMDataDist]]:
 class Memory:
     """Tensors of random bytes, and the cache that a node has over them."""
 
-    _models = itertools.count(1)
+    npu: ClassVar[Acl | None] = None  # the stand-in, where tensors are to be an NPU's memory
+    _held: ClassVar[list[int]] = []
+
+    @classmethod
+    @contextlib.contextmanager
+    def on_npu(cls) -> Iterator[None]:
+        """Have all tensors in memory of the stand-in's NPU, until the end of the block."""
+        cls.npu = Acl()
+        cls.npu.set_device()
+        try:
+            yield
+        finally:
+            for address in cls._held:
+                cls.npu.free(address)
+            cls._held.clear()
+            cls.npu = None
 
     def __init__(
         self,
@@ -115,7 +130,13 @@ class Memory:
         **register: Any,
     ) -> None:
         random = np.random.default_rng(seed)
-        self.tensors = [random.integers(0, 255, (blocks, nbytes), np.uint8) for _ in range(tensors)]
+        self._tensors = [random.integers(0, 255, (blocks, nbytes), np.uint8) for _ in range(tensors)]
+        self._places: list[int] = []
+        if self.npu is not None:
+            self._places = [self.npu.malloc(blocks * nbytes) for _ in range(tensors)]
+            self._held.extend(self._places)
+            for place, tensor in zip(self._places, self._tensors, strict=True):
+                self.npu.write(place, tensor.tobytes())
         self.desc = CacheDesc(tensors, list(shape) or [blocks, nbytes], DataType.DT_UINT8)
         caches = owner.cache_manager
         self.cache: Cache
@@ -127,8 +148,22 @@ class Memory:
             )
 
     @property
+    def tensors(self) -> list[np.ndarray]:
+        """The tensors, of which those on an NPU are copies."""
+        if self.npu is None:
+            return self._tensors
+        contents = [self.npu.read(place, self._tensors[0].nbytes) for place in self._places]
+        return [np.frombuffer(content, np.uint8).reshape(self._tensors[0].shape) for content in contents]
+
+    def write(self, tensor: int, value: int) -> None:
+        """Fill one tensor with a byte."""
+        self._tensors[tensor][...] = value
+        if self.npu is not None:
+            self.npu.write(self._places[tensor], self._tensors[tensor].tobytes())
+
+    @property
     def addrs(self) -> list[int]:
-        return [int(tensor.ctypes.data) for tensor in self.tensors]
+        return self._places or [int(tensor.ctypes.data) for tensor in self._tensors]
 
 
 def status_of(error: BaseException) -> LLMStatusCode | None:

@@ -32,7 +32,7 @@ from .waiting import PATIENCE, until
 
 PATHS = ("library", "ordinary", "tcp")
 # Those that name a transport; the others are memory, moved by shm.
-_TRANSPORTS = {"tcp": "tcp", "verbs": "verbs"}
+_TRANSPORTS = {"tcp": "tcp", "verbs": "verbs", "hixl": "hixl"}
 # Small blocks: 1,024 of them in any order are a batch, so that a transfer takes many batches and long, and the filling
 # and checking around it does not.
 TENSORS = 4
@@ -462,7 +462,7 @@ def transport_of(path: str) -> str:
 
 
 def memory_of(path: str) -> str:
-    return "ordinary" if path in ("ordinary", "verbs") else "library"
+    return "ordinary" if path in ("ordinary", "verbs", "hixl") else "library"
 
 
 def config_of(path: str, **options: Any) -> adt.Config:

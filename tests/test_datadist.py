@@ -40,6 +40,7 @@ from aiodatadist.keys import BlocksCacheKey, CacheKeyByIdAndIndex
 from aiodatadist.observe import PendingOperation
 from aiodatadist.types import CacheDesc, ClusterInfo, LinkState, LinkStateChanged, Role
 
+from .hixl_standin import HIXL
 from .peers import spawn
 from .waiting import PATIENCE, held, native_threads, no_more, reserved_address, until, until_now
 
@@ -47,11 +48,13 @@ pytestmark = pytest.mark.loop
 
 LISTEN = "127.0.0.1:0"
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp"])
-EVERY_TRANSPORT = pytest.mark.parametrize("transport", ["shm", "tcp", pytest.param("verbs", marks=pytest.mark.verbs)])
+VERBS = pytest.param("verbs", marks=pytest.mark.verbs)
+EVERY_TRANSPORT = pytest.mark.parametrize("transport", ["shm", "tcp", VERBS, HIXL])
+WITH_HIXL = pytest.mark.parametrize("transport", ["shm", "tcp", HIXL])
 
 
 def config(transport: str = "shm", **changes: Any) -> Config:
-    transports = {"shm": ("shm", "tcp"), "verbs": ("verbs",)}.get(transport, ("tcp",))
+    transports = {"shm": ("shm", "tcp"), "verbs": ("verbs",), "hixl": ("hixl",)}.get(transport, ("tcp",))
     return Config(transports=transports, **changes)
 
 
@@ -209,7 +212,7 @@ async def test_after_closing_everything_says_so() -> None:
     dd.abort()
 
 
-@TRANSPORTS
+@WITH_HIXL
 async def test_closing_unlinks_and_the_peer_sees_it(transport: str) -> None:
     async with DataDist(1, listen=LISTEN, config=config(transport)) as a:
         async with DataDist(2, config=config(transport)) as b:
@@ -241,7 +244,7 @@ async def test_closing_lets_running_transfers_end(transport: str) -> None:
 
 
 @pytest.mark.parametrize("stage", ["registering", "landed"])
-@TRANSPORTS
+@WITH_HIXL
 async def test_closing_lets_transfers_end_that_the_engine_does_not_have(transport: str, stage: str) -> None:
     shape = (16, 1 << 19)  # short ones over tcp are received by the loop itself
     there, here = np.full(shape, 5, np.uint8), np.zeros(shape, np.uint8)
@@ -263,7 +266,7 @@ async def test_closing_lets_transfers_end_that_the_engine_does_not_have(transpor
             assert (await anext(a.notifications())).payload == b"all"
 
 
-@TRANSPORTS
+@WITH_HIXL
 async def test_closing_does_not_wait_for_a_transfer_that_somebody_else_ended(transport: str) -> None:
     async with DataDist(1, listen=LISTEN, config=config(transport)) as a:
         theirs = a.cache_manager.register_blocks_cache([np.ones((16, 1 << 19), np.uint8)], key=BlocksCacheKey(1))

@@ -16,6 +16,7 @@ import pytest
 import aiodatadist as adt
 from aiodatadist.control import wire
 
+from .hixl_standin import HIXL
 from .pairs import OWNER, USER, Pair, linked, pattern
 from .peers import spawn
 
@@ -59,7 +60,7 @@ def found(pair: Pair) -> set[adt.CacheKey]:
 # What finds what. -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", HIXL])
 async def test_each_slot_is_found_under_its_key(transport: str) -> None:
     keys = [request(1), adt.CacheKey(OWNER), prefix(2, model_id=7), request(3, model_id=7, prefix_id=2**64 - 2)]
     async with setting(transport) as (pair, mine):

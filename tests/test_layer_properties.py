@@ -17,22 +17,23 @@ from aiodatadist.errors import CacheNotFound, ProtocolError
 from aiodatadist.types import Geometry
 
 from . import layer_rounds
+from .hixl_standin import HIXL
 from .quiet import PATHS
 
 
 @pytest.mark.loop
 @pytest.mark.sanitize
 @pytest.mark.parametrize("drain_timeout", [1.0, 0.0])
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, HIXL])
 async def test_u1_u6_layers_equal_numpy_and_memory_is_quiet(
     path: str, drain_timeout: float, scale: Callable[..., int]
 ) -> None:
-    rounds = scale(45, least=15)
+    rounds = scale(45 if path in PATHS else 15, least=15)
     async with layer_rounds.bench(path, drain_timeout=drain_timeout) as bench:
 
         def seeds() -> Iterator[int]:
             """So many, and more until every kind of end was met, without which the rounds would prove nothing."""
-            first, tally = 1_000_000 * PATHS.index(path), bench.tally
+            first, tally = 1_000_000 * (*PATHS, "hixl").index(path), bench.tally
             for seed in itertools.count(first):
                 ends = ("cancelled", "TransferTimeout", "LayerFailed", "ok")
                 if seed - first >= rounds and tally.midway and all(tally.ends[end] for end in ends):

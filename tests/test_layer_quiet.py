@@ -17,6 +17,7 @@ import pytest
 import aiodatadist as adt
 
 from . import quiet
+from .hixl_standin import HIXL
 from .layer_rounds import PHASES
 from .pairs import OWNER, USER, Pair, linked, pattern
 from .peers import PeerProcess, rows, spawn
@@ -64,7 +65,7 @@ async def test_a_dropped_gate_is_seen_beside_a_target_that_failed() -> None:
 
 
 @pytest.mark.loop
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", HIXL])
 async def test_l5_no_layers_and_no_blocks_are_a_success_that_is_told(transport: str) -> None:
     async with linked(transport) as pair:
         here, _ = await both(pair)
@@ -161,7 +162,7 @@ async def test_the_owner_hears_of_layers_by_its_own_numbers() -> None:
 
 
 @pytest.mark.loop
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", HIXL])
 async def test_u4_a_task_that_is_kept_lets_go_of_its_caches(transport: str) -> None:
     async with linked(transport) as pair:
         await both(pair)

@@ -22,6 +22,7 @@ import pytest
 import aiodatadist as adt
 from aiodatadist import layers as sources
 
+from .hixl_standin import HIXL
 from .layer_pairs import LAYERS, WHOLE, both, landed, layers_there, part, push
 from .pairs import OWNER, Pair, linked, pattern
 from .peers import ROOT
@@ -118,7 +119,7 @@ SYNCHRONIZERS = pytest.mark.parametrize("kind", [Blocking, Awaiting])
 # Synchronizers. ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", HIXL])
 @SYNCHRONIZERS
 async def test_synchronizers_are_asked_layer_by_layer(kind: type[Blocking], transport: str) -> None:
     async with caches(transport) as (pair, here, there):

@@ -22,6 +22,7 @@ import pytest
 import aiodatadist as adt
 
 from .engine_rig import Call, rig
+from .hixl_standin import HIXL
 from .layer_pairs import KEY, LAYERS, WHOLE, both, landed, layers_there, part, push
 from .pairs import OWNER, USER, linked, pattern
 from .peers import ROOT
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.loop
 
 # Called in this thread, without the GIL.
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp", pytest.param("verbs", marks=pytest.mark.verbs)])
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp", pytest.param("verbs", marks=pytest.mark.verbs), HIXL])
 
 
 @TRANSPORTS

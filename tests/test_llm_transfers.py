@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,16 @@ NOT_LINKED = LLMStatusCode.LLM_NOT_YET_LINK
 DEVICE_WARNING = "Placement.DEVICE means host memory"
 
 
+@pytest.fixture
+def where(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where the tensors of `Memory` are: "host", or "npu" of the stand-in for HIXL."""
+    with Memory.on_npu() if request.param == "npu" else contextlib.nullcontext():
+        yield request.param
+
+
+BOTH = pytest.mark.parametrize("where", ["host", pytest.param("npu", marks=pytest.mark.hixl)], indirect=True)
+
+
 def equal(some: list[np.ndarray], others: list[np.ndarray], of: Any, to: Any) -> bool:
     return all(np.array_equal(one[of], other[to]) for one, other in zip(some, others, strict=True))
 
@@ -69,7 +79,8 @@ def equal(some: list[np.ndarray], others: list[np.ndarray], of: Any, to: Any) ->
 # The flows. -------------------------------------------------------------------------------------------------
 
 
-def test_blocks() -> None:
+@BOTH
+def test_blocks(where: str) -> None:
     with pair() as (prompt, decoder):
         theirs, mine = Memory(prompt), Memory(decoder, seed=2)
         assert (theirs.cache.cache_id, mine.cache.cache_id) == (1, 1)
@@ -89,7 +100,8 @@ def test_blocks() -> None:
         assert equal(theirs.tensors, mine.tensors, 0, 7)
 
 
-def test_slots() -> None:
+@BOTH
+def test_slots(where: str) -> None:
     with pair() as (prompt, decoder):
         theirs, mine = Memory(prompt, contiguous=True), Memory(decoder, contiguous=True, seed=2)
         before = [tensor.copy() for tensor in mine.tensors]
@@ -103,7 +115,8 @@ def test_slots() -> None:
         assert equal(mine.tensors[:2], theirs.tensors[2:], 2, 7)
 
 
-def test_a_shorter_slot_takes_what_it_holds() -> None:
+@BOTH
+def test_a_shorter_slot_takes_what_it_holds(where: str) -> None:
     """Without a size, as many bytes move as the local slot has."""
     with pair() as (prompt, decoder):
         theirs = Memory(prompt, contiguous=True)
@@ -112,7 +125,8 @@ def test_a_shorter_slot_takes_what_it_holds() -> None:
         assert equal(theirs.tensors, mine.tensors, np.s_[3, :16], 0)
 
 
-def test_a_slot_into_blocks() -> None:
+@BOTH
+def test_a_slot_into_blocks(where: str) -> None:
     with pair() as (prompt, decoder):
         theirs = Memory(prompt, contiguous=True, nbytes=40)
         mine = Memory(decoder, nbytes=16, seed=2)
@@ -235,7 +249,8 @@ def test_ids_begin_anew_with_each_init() -> None:
         made.finalize()
 
 
-def test_id_zero_is_the_key_of_request_zero() -> None:
+@BOTH
+def test_id_zero_is_the_key_of_request_zero(where: str) -> None:
     with pair() as (prompt, decoder):
         theirs = Memory(prompt, contiguous=True, cache_keys=[CacheKey(PROMPT, 9), CacheKey(PROMPT, 0)])
         mine = Memory(decoder, contiguous=True, seed=2)
@@ -410,13 +425,14 @@ def keyed(source: range, target: range, key: Any = KEY) -> TransferWithCacheKeyC
     return TransferWithCacheKeyConfig(key, source, target)
 
 
-def test_layers_by_key() -> None:
+@BOTH
+def test_layers_by_key(where: str) -> None:
     with pair() as (prompt, decoder):
         theirs, mine = Memory(prompt, tensors=8), Memory(decoder, tensors=8, seed=2)
 
         def compute(layer: int) -> bool:
-            for tensor in mine.tensors[2 * layer : 2 * layer + 2]:
-                tensor[...] = layer + 1
+            for tensor in (2 * layer, 2 * layer + 1):
+                mine.write(tensor, layer + 1)
             return True
 
         model = Model(compute)
@@ -429,7 +445,8 @@ def test_layers_by_key() -> None:
         assert [int(one[6, 0]) for one in theirs.tensors][6:] == [4, 4]
 
 
-def test_layers_of_slots_and_into_blocks() -> None:
+@BOTH
+def test_layers_of_slots_and_into_blocks(where: str) -> None:
     with pair() as (prompt, decoder):
         slot, blocks = Memory(prompt, contiguous=True), Memory(prompt, nbytes=32)
         mine = Memory(decoder, contiguous=True, seed=2)
@@ -444,7 +461,8 @@ def test_layers_of_slots_and_into_blocks() -> None:
         assert start(mine.cache, Model(), [into], None, [7], 16).get_results() == [INVALID]  # not the peer's size
 
 
-def test_layers_by_address() -> None:
+@BOTH
+def test_layers_by_address(where: str) -> None:
     with pair(remote=False) as (prompt, decoder):
         theirs, mine = Memory(prompt, contiguous=True), Memory(decoder, contiguous=True, seed=2)
         offset = 3 * 64
@@ -462,8 +480,9 @@ def test_layers_by_address() -> None:
         assert decoder.cache_manager.transfer_cache_async(mine.cache, Model(), [wrong]).get_results() == [MISSING]
 
 
+@BOTH
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_failing_layer_stops_only_who_needs_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_layer_stops_only_who_needs_it(where: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pair() as (prompt, decoder):
         theirs, mine = Memory(prompt, tensors=8), Memory(decoder, tensors=8, seed=2)
         configs = [
@@ -755,3 +774,42 @@ def _key(cache_id: int = -1, batch_index: int = 0, model: int = 0, is_blocks: bo
 
 def _pull(batch_index: int = 0, sources: Any = (), targets: Any = (), tensors: Any = ()) -> tuple[Any, ...]:
     return (-1, batch_index, list(sources), list(targets), list(tensors), list(tensors), -1, -1, 2)
+
+
+# Over HIXL. -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.hixl
+@pytest.mark.parametrize("backend", [None, "hixl"])
+def test_npus_of_both_backends(backend: str | None) -> None:
+    """Memory of an NPU goes over HIXL whatever the backend, and beside it the host's over what serves it best."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(Memory.on_npu())
+        addresses = [stack.enter_context(reserved_address()) for _ in range(2)]
+        backends = {} if backend is None else {"transfer_backend": backend}
+        prompt, decoder = (
+            stack.enter_context(node(number, addresses[number - 1], **backends)) for number in (PROMPT, DECODER)
+        )
+        theirs = Memory(prompt)
+        assert decoder.link_clusters(cluster(PROMPT, addresses[0]), 60_000) == (SUCCESS, [SUCCESS])
+        if backend is not None:
+            assert prompt.link_clusters(cluster(DECODER, addresses[1]), 60_000) == (SUCCESS, [SUCCESS])
+        until_linked(prompt, DECODER)
+        mine = Memory(decoder, seed=2)  # after the link
+        decoder.cache_manager.pull_blocks(KEY, mine.cache, [0, 3], [1, 2])
+        assert equal(theirs.tensors, mine.tensors, [0, 3], [1, 2])
+        prompt.cache_manager.push_blocks(BlocksCacheKey(DECODER), theirs.cache, [5], [6])
+        assert equal(theirs.tensors, mine.tensors, 5, 6)
+        desc = CacheDesc(4, [8, 64], DataType.DT_UINT8, Placement.HOST)
+        raw = [np.full((8, 64), 3, np.uint8) for _ in range(4)]
+        host = prompt.cache_manager.register_blocks_cache(
+            desc, [int(one.ctypes.data) for one in raw], BlocksCacheKey(PROMPT, 5), True
+        )
+        decoder.cache_manager.pull_blocks(BlocksCacheKey(PROMPT, 5), mine.cache, [0], [0])
+        assert all((one[0] == 3).all() for one in mine.tensors)
+        decoder.cache_manager.push_blocks(BlocksCacheKey(PROMPT, 5), mine.cache, [1], [4])
+        assert equal(raw, mine.tensors, 4, 1)
+        prompt.cache_manager.unregister_cache(host.cache_id)
+        prompt.cache_manager.unregister_cache(theirs.cache.cache_id)
+        with fails(MISSING):
+            decoder.cache_manager.pull_blocks(KEY, mine.cache, [0], [0])

@@ -23,6 +23,7 @@ from aiodatadist import _core
 
 from . import quiet
 from .endless import Endless
+from .hixl_standin import HIXL
 from .peers import PeerFailure, PeerProcess, rows, spawn
 from .quiet import PATHS, same_at
 from .waiting import PATIENCE, until
@@ -30,7 +31,7 @@ from .waiting import PATIENCE, until
 LINK_ENDED = ("PeerLostError", "ClosedError", "NotLinkedError", "LinkError")
 _ids = itertools.count(1000)
 VERBS = pytest.param("verbs", marks=pytest.mark.verbs)
-EVERY_PATH = pytest.mark.parametrize("path", [*PATHS, VERBS])
+EVERY_PATH = pytest.mark.parametrize("path", [*PATHS, VERBS, HIXL])
 
 
 # Cancels, deadlines, closings and kills at random moments. ------------------------------------------------------------
@@ -41,14 +42,15 @@ EVERY_PATH = pytest.mark.parametrize("path", [*PATHS, VERBS])
 @pytest.mark.parametrize("drain_timeout", [1.0, 0.0])
 @EVERY_PATH
 async def test_u1_memory_is_quiet_after_a_cancel_or_a_deadline(path: str, drain_timeout: float, scale: Any) -> None:
-    rounds = scale(500, least=40)
+    # Over HIXL fewer, because the suite should cost no more for it.
+    rounds = scale(150 if path == "hixl" else 500, least=40)
     # What drains and what is flushed is a matter of the moment for verbs: many cancels, beside the other ends.
     cancels = scale(1000, least=200) if path == "verbs" else 1
     async with quiet.bench(path, drain_timeout=drain_timeout) as bench:
 
         def seeds() -> Iterator[int]:
             """So many, and more until every kind of end was met, without which the rounds would prove nothing."""
-            first, tally = 1_000_000 * (*PATHS, "verbs").index(path), bench.tally
+            first, tally = 1_000_000 * (*PATHS, "verbs", "hixl").index(path), bench.tally
             for seed in itertools.count(first):
                 met = tally.midway and all(tally.ends[end] for end in ("cancelled", "TransferTimeout", "ok"))
                 met = met and tally.ends["cancelled"] >= cancels
@@ -75,7 +77,7 @@ async def test_memory_is_quiet_after_the_datadist_or_the_link_has_ended(path: st
 
 @EVERY_PATH
 async def test_t8_u1_memory_is_quiet_after_the_peer_was_killed(path: str, scale: Any) -> None:
-    kills = scale(17, least=3)
+    kills = scale(5 if path == "hixl" else 17, least=3)
     async with quiet.kill_bench(path) as bench:
         # As above: few kills may all come too late to meet a running transfer.
         for seed in itertools.count():
@@ -140,7 +142,8 @@ async def test_ending_1_of_20_pulls_leaves_19_and_the_connections(
         assert bench.link.state is adt.LinkState.READY
         assert bench.mine.links[bench.theirs.cluster_id] is bench.link
         assert bench.link.epoch == epoch
-        assert _sockets() == before
+        # HIXL can end what does not drain only with its connection, and makes another.
+        assert _sockets() == before or (path, drain_timeout) == ("hixl", 0.0)
         if drain_timeout:
             assert _core.rdma_stats()["rebuilds"] == rebuilt
 

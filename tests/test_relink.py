@@ -23,7 +23,7 @@ from .waiting import PATIENCE, reserved_address, until
 
 pytestmark = pytest.mark.loop
 
-TRANSPORTS = [("shm", "tcp"), ("tcp",)]
+TRANSPORTS = [("shm", "tcp"), ("tcp",), pytest.param(("hixl",), marks=pytest.mark.hixl)]
 
 
 @pytest.fixture(params=TRANSPORTS, ids=lambda names: names[0])
