@@ -63,6 +63,8 @@ _CLIENTS: Final = 16
 _ASK_LIMIT: Final = 60.0
 _WAIT_LIMIT: Final = 60.0
 _LOOK: Final = 0.01
+_COME_AGAIN: Final = 0.2
+"""Seconds until a client whose request has failed asks again."""
 _SLOW_START: Final = "aiodatadist_router_worker_slow_start"
 """This gauge says how long a worker has been there, not what is under way."""
 
@@ -432,7 +434,7 @@ class _Load:
             if not answer.code:
                 self._recent += began >= self._since
             else:
-                await asyncio.sleep(_LOOK)  # as one who is told to come back
+                await asyncio.sleep(_COME_AGAIN)
 
 
 def _cases(tokenizer: Tokenizer, lengths: Sequence[int]) -> list[_Case]:
