@@ -11,7 +11,7 @@ missing, zeros                                        test_serve_check
 P answers 400, 500, resets, hangs                     test_a_prefill_worker_that_fails_leaves_nothing_behind
 D refuses, resets, hangs before the first chunk       test_another_decode_worker_takes_over
 D killed in a stream                                  test_serve: test_a_decode_worker_that_dies_in_a_stream_...;
-                                                      a stream that has begun is never moved
+                                                      with --migrate: test_serve_migrate
 P killed while a pull or a push runs: guard pattern   test_serve_quarantine
 client closes in each phase                           test_a_client_may_go_in_every_phase
 worker restarts on its port                           test_serve_restart: test_a_worker_that_is_restarted_...
