@@ -237,6 +237,23 @@ async def test_unregistering_asks_the_peers_to_disconnect_first(
         assert stats()["registrations"] == 0
 
 
+async def test_a_peer_that_is_slow_to_disconnect_holds_up_no_other_transfer_for_long(hixl: Controls) -> None:
+    """The try to take memory back ends, links go on, and a later one succeeds."""
+    async with over_hixl(drain_timeout=0.02) as pair:
+        theirs, mine = await caches(pair)
+        other = await pair.offer(pattern(5, SHAPE), key=adt.BlocksCacheKey(OWNER, model_id=1))
+        hixl.set("DISCONNECT_MS", 1300)
+        going = pair.owner.cache_manager.unregister_cache(other)
+        await asyncio.sleep(0.2)
+        assert not going.done()
+        await pair.user.cache_manager.pull_blocks(KEY, mine, [5], [6])
+        same(theirs, mine, [5], [6])
+        hixl.set("DISCONNECT_MS", 0)
+        await going
+        await pair.user.cache_manager.pull_blocks(KEY, mine, [7], [8])
+        same(theirs, mine, [7], [8])
+
+
 async def test_caches_over_one_memory_share_its_registration(hixl: Controls) -> None:
     async with over_hixl() as pair:
         tensors = pattern(1, SHAPE)

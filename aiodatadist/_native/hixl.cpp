@@ -18,9 +18,9 @@ namespace adt {
 namespace {
 
 constexpr uint64_t kBatchBytes = 4 << 20;
-constexpr uint32_t kBatchChunks = 128;         // HIXL hands so many pieces to a device at a time
-constexpr uint32_t kQueueDepth = 6;            // batches an endpoint has posted: what bounds a cancel
-constexpr uint32_t kMostMessages = 4096 + 64;  // of one peer that wait for the thread
+constexpr uint32_t kBatchChunks = 128;       // HIXL hands so many pieces to a device at a time
+constexpr uint32_t kQueueDepth = 6;          // batches an endpoint has posted: what bounds a cancel
+constexpr uint32_t kMostMessages = 1 << 17;  // of one peer that wait for the thread
 
 using Shared = std::shared_ptr<HixlEndpoint>;
 
@@ -189,9 +189,7 @@ adt_status_t connect_hixl(adt_transport_h handle, const adt_connect_params_t *pa
     return guarded(handle, [&] {
         if (params->hixl == nullptr) return hixl(handle).fail(ADT_ERR_UNSUPPORTED, "the DataDist does not use HIXL");
         auto made = std::make_unique<Shared>();
-        std::string why;
-        *made = reinterpret_cast<HixlAgent *>(params->hixl)->connect(hixl(handle), params->link, why);
-        if (!*made) return hixl(handle).fail(ADT_ERR_NO_MEMORY, why);
+        *made = reinterpret_cast<HixlAgent *>(params->hixl)->connect(hixl(handle), params->link);
         *out = reinterpret_cast<adt_endpoint_h>(made.release());
         return adt_status_t{ADT_OK};
     });

@@ -22,8 +22,10 @@ constexpr uint32_t kMostLinks = 512;  // of one device
 constexpr int kPortTries = 8;
 constexpr std::chrono::microseconds kLeastPause{20};
 constexpr std::chrono::microseconds kMostPause{1000};
-constexpr uint64_t kLeastRetry = 10'000'000;
-constexpr uint64_t kMostRetry = 500'000'000;
+constexpr uint64_t kTryNs = 1'000'000'000;  // beside what links may drain, to take memory back
+constexpr uint64_t kAskAgainNs = 10'000'000;
+constexpr uint64_t kLeastRetry = 500'000'000;
+constexpr uint64_t kMostRetry = 30'000'000'000;
 // The end of the process must not wait for a peer that does not answer: the end of the engine is the end of all.
 constexpr std::chrono::seconds kGrace{3};
 
@@ -77,10 +79,11 @@ HixlAgent::HixlAgent(const HixlSettings &settings) : settings_(settings) {
     std::string why;
     library_ = HixlLibrary::get(settings_.places, why);
     if (library_ == nullptr) throw HixlError{ADT_ERR_UNSUPPORTED, why};
-    std::promise<void> opened;
-    std::future<void> done = opened.get_future();
+    // Shared: whoever waits may be on his way before the thread has left the promise.
+    const auto opened = std::make_shared<std::promise<void>>();
+    std::future<void> done = opened->get_future();
     try {
-        thread_ = start_thread("adt-hixl", [this, &opened] { run(opened); });
+        thread_ = start_thread("adt-hixl", [this, opened] { run(*opened); });
     } catch (const std::system_error &) {
         throw HixlError{ADT_ERR_NO_MEMORY, "no thread for HIXL can be started"};
     }
@@ -136,16 +139,16 @@ void HixlAgent::later(const std::shared_ptr<HixlEndpoint> &endpoint, std::functi
 
 std::unique_ptr<HixlMemory> HixlAgent::reg_mem(const adt_memory_t &memory) {
     std::unique_ptr<HixlMemory> made = describe_hixl_memory(memory);
-    std::promise<void> registered;
-    std::future<void> done = registered.get_future();
-    later([this, &made, &registered] {
+    const auto registered = std::make_shared<std::promise<void>>();
+    std::future<void> done = registered->get_future();
+    later([this, &made, registered] {
         try {
             if (engine_ == nullptr) throw HixlError{ADT_ERR_CLOSED, "the HIXL engine is closed"};
             registry_->take(*made);
             ++caches_;
-            registered.set_value();
+            registered->set_value();
         } catch (...) {
-            registered.set_exception(std::current_exception());
+            registered->set_exception(std::current_exception());
         }
     });
     done.get();
@@ -162,35 +165,27 @@ void HixlAgent::dereg_mem(std::unique_ptr<HixlMemory> memory, std::function<void
             gone();
             return;
         }
-        work.serial = next_serial_++;
         work.gone = gone;
-        for (const auto &[id, endpoint] : endpoints_) {
-            work.waiting_for.insert(id);
-            HixlNews news;
-            endpoint->hold(work.serial, news);
-            touch(endpoint);
-            tell(endpoint, news);
-        }
         leaving_.push_back(std::move(work));
     });
 }
 
-std::shared_ptr<HixlEndpoint> HixlAgent::connect(HixlSink &sink, void *link, std::string &why) {
-    if (links_.fetch_add(1) >= kMostLinks) {
-        links_.fetch_sub(1);
-        why = "this DataDist has " + std::to_string(kMostLinks) + " links over HIXL, as many as a device bears";
-        return nullptr;
-    }
+std::shared_ptr<HixlEndpoint> HixlAgent::connect(HixlSink &sink, void *link) {
+    const bool full = links_.fetch_add(1) >= kMostLinks;
     auto endpoint = std::make_shared<HixlEndpoint>(*this, sink, next_endpoint_.fetch_add(1), link);
-    later([this, endpoint] {
+    later([this, endpoint, full] {
         HixlNews news;
         endpoints_.emplace(endpoint->id, endpoint);
         if (engine_ == nullptr) {
             endpoint->refuse("the HIXL engine is closed", news);
+        } else if (full) {
+            endpoint->refuse("there are " + std::to_string(kMostLinks) + " links over HIXL, as many as a device bears",
+                             news);
         } else {
             endpoint->start(news);
             // Nobody may connect in between.
             for (Leaving &leaving : leaving_) {
+                if (leaving.serial == 0) continue;
                 leaving.waiting_for.insert(endpoint->id);
                 endpoint->hold(leaving.serial, news);
             }
@@ -332,6 +327,10 @@ void HixlAgent::serve() {
             const bool idle = endpoints_.empty() && leaving_.empty();
             if (busy || until) {
                 wake_.wait_for(lock, pause, woken);
+            } else if (!leaving_.empty()) {
+                const uint64_t at = next_try();
+                const uint64_t from = now();
+                wake_.wait_for(lock, std::chrono::nanoseconds(at > from ? at - from : 0), woken);
             } else {
                 wake_.wait(lock, [&] { return woken() || (retired_ && idle && caches_ == 0); });
             }
@@ -342,7 +341,7 @@ void HixlAgent::serve() {
         for (const auto &task : tasks) task();
         const bool news = progress(now()) || !tasks.empty();
         pause = news ? kLeastPause : std::min(2 * pause, kMostPause);
-        busy = !active_.empty() || !leaving_.empty();
+        busy = !active_.empty() || trying();
         if (until && (!busy || std::chrono::steady_clock::now() >= *until)) return;
     }
 }
@@ -399,32 +398,66 @@ bool HixlAgent::ask_requests() {
     return !all.empty();
 }
 
+bool HixlAgent::trying() const {
+    return std::any_of(leaving_.begin(), leaving_.end(), [](const Leaving &leaving) { return leaving.serial != 0; });
+}
+
+uint64_t HixlAgent::next_try() const {
+    uint64_t at = UINT64_MAX;
+    for (const Leaving &leaving : leaving_) at = std::min(at, leaving.retry_at);
+    return at;
+}
+
+void HixlAgent::hold_links(Leaving &leaving, uint64_t now) {
+    leaving.serial = next_serial_++;
+    leaving.until = now + settings_.drain_ns + kTryNs;
+    for (const auto &[id, endpoint] : endpoints_) {
+        leaving.waiting_for.insert(id);
+        HixlNews told;
+        endpoint->hold(leaving.serial, told);
+        touch(endpoint);
+        tell(endpoint, told);
+    }
+}
+
+void HixlAgent::release_links(Leaving &leaving) {
+    const uint64_t serial = std::exchange(leaving.serial, 0);
+    leaving.waiting_for.clear();
+    for (const auto &[id, endpoint] : endpoints_) {
+        HixlNews told;
+        endpoint->release(serial, told);
+        touch(endpoint);
+        tell(endpoint, told);
+    }
+}
+
 bool HixlAgent::ask_leaving(uint64_t now) {
     bool news = false;
     for (auto leaving = leaving_.begin(); leaving != leaving_.end();) {
+        if (now < leaving->retry_at) {
+            ++leaving;
+            continue;
+        }
+        if (leaving->serial == 0) hold_links(*leaving, now);
         const bool off = leaving->waiting_for.empty() && std::all_of(endpoints_.begin(), endpoints_.end(),
                                                                      [](const auto &e) { return e.second->down(); });
-        if (!off || now < leaving->retry_at) {
-            ++leaving;
+        if (off) registry_->deregister(leaving->ranges);
+        if (leaving->ranges.empty()) {
+            news = true;
+            release_links(*leaving);
+            leaving->gone();
+            leaving = leaving_.erase(leaving);
             continue;
         }
-        registry_->deregister(leaving->ranges);
-        if (!leaving->ranges.empty()) {
-            // A client that HIXL still counts as connected. Until it does not, the memory is not quiet.
+        if (now >= leaving->until) {
             leaving->pause = std::clamp(2 * leaving->pause, kLeastRetry, kMostRetry);
             leaving->retry_at = now + leaving->pause;
-            ++leaving;
-            continue;
+            release_links(*leaving);
+        } else if (off) {
+            // A client that HIXL still counts as connected. Until it does not, the memory is not quiet.
+            leaving->retry_at = now + kAskAgainNs;
         }
-        news = true;
-        for (const auto &[id, endpoint] : endpoints_) {
-            HixlNews told;
-            endpoint->release(leaving->serial, told);
-            touch(endpoint);
-            tell(endpoint, told);
-        }
-        leaving->gone();
-        leaving = leaving_.erase(leaving);
+        ++leaving;
     }
     return news;
 }

@@ -58,8 +58,7 @@ class HixlAgent : Counted<Live::hixl_engine> {
     std::unique_ptr<HixlMemory> reg_mem(const adt_memory_t &memory);
     // `gone` is called when HIXL has let go of the memory; at once where it has already.
     void dereg_mem(std::unique_ptr<HixlMemory> memory, std::function<void()> gone);
-    // Null, and why: there are too many.
-    std::shared_ptr<HixlEndpoint> connect(HixlSink &sink, void *link, std::string &why);
+    std::shared_ptr<HixlEndpoint> connect(HixlSink &sink, void *link);
     // Has the thread do something for an endpoint, and tell what came of it.
     void later(const std::shared_ptr<HixlEndpoint> &endpoint, std::function<void(HixlNews &)> work);
 
@@ -82,13 +81,15 @@ class HixlAgent : Counted<Live::hixl_engine> {
     void peer_paused(uint64_t serial, uint64_t endpoint);
 
   private:
-    // Memory that is being taken back: peers and this side disconnect first.
+    // Memory that is being taken back: peers and this side disconnect first. While they do, no link moves anything; so
+    // a peer that does not answer, or that HIXL still counts as connected, ends the try, and the next one comes later.
     struct Leaving {
-        uint64_t serial;
+        uint64_t serial = 0;  // of this try; 0: none is under way
         std::vector<HixlRange> ranges;
         std::set<uint64_t> waiting_for;  // endpoints whose peers have not said that they are off it
+        uint64_t until = 0;              // the end of this try
         uint64_t retry_at = 0;
-        uint64_t pause = 0;
+        uint64_t pause = 0;  // between tries
         std::function<void()> gone;
     };
 
@@ -100,6 +101,10 @@ class HixlAgent : Counted<Live::hixl_engine> {
     bool progress(uint64_t now);
     bool ask_requests();
     bool ask_leaving(uint64_t now);
+    void hold_links(Leaving &leaving, uint64_t now);
+    void release_links(Leaving &leaving);
+    bool trying() const;
+    uint64_t next_try() const;
     void tell(const std::shared_ptr<HixlEndpoint> &endpoint, const HixlNews &news);
     void touch(const std::shared_ptr<HixlEndpoint> &endpoint) { active_[endpoint->id] = endpoint; }
 

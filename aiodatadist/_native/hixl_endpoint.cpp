@@ -16,7 +16,7 @@ namespace {
 
 constexpr uint32_t kMostFailures = 2;  // of one batch: its request, and once more by a new connection
 constexpr uint32_t kMostAttempts = 4;  // to connect again
-constexpr size_t kMostPauses = 4096;   // that a peer asks for at a time
+constexpr size_t kMostPauses = 65536;  // that a peer asks for at a time
 constexpr uint64_t kRetryNs = 100'000'000;
 
 adt_message_t message(HixlSay kind, uint64_t c = 0) {
@@ -159,6 +159,9 @@ bool HixlEndpoint::step(uint64_t now, HixlNews &news) {
 void HixlEndpoint::connect(uint64_t now, HixlNews &news) {
     covered_here_ = agent.generation();
     covered_there_ = peer_generation_;
+    if (connect_until_ == 0) {
+        connect_until_ = now + static_cast<uint64_t>(agent.settings().connect_ms) * 1'000'000;
+    }
     const uint32_t status = agent.api().connect(agent.engine(), remote_.c_str(), agent.settings().connect_ms);
     switch (status) {
         case ADT_HIXL_SUCCESS:
@@ -170,8 +173,11 @@ void HixlEndpoint::connect(uint64_t now, HixlNews &news) {
             drain_until_ = now;
             return;
         case ADT_HIXL_RESOURCE_EXHAUSTED:
-            retry_at_ = now + kRetryNs / 10;
-            return;
+            if (now < connect_until_) {
+                retry_at_ = now + kRetryNs / 10;
+                return;
+            }
+            [[fallthrough]];
         default:
             connect_failed(hixl_status_words(status), now, news);
     }
@@ -190,6 +196,7 @@ void HixlEndpoint::look_connecting(uint64_t now, HixlNews &news) {
     }
     state_ = State::up;
     attempts_ = 0;
+    connect_until_ = 0;
     counted_ = true;
     hixl_stats().connections.fetch_add(1, std::memory_order_relaxed);
     if (std::exchange(settled_, true)) return;

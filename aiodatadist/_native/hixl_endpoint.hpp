@@ -128,6 +128,7 @@ class HixlEndpoint : Counted<Live::hixl_endpoint> {
     uint64_t drain_until_ = 0;
     uint64_t retry_at_ = 0;
     uint32_t attempts_ = 0;
+    uint64_t connect_until_ = 0;  // how long HIXL may have no room for a connection
     bool settled_ = false;
     bool failed_ = false;  // never of use, or no more
     bool closed_ = false;
