@@ -103,7 +103,8 @@ class Front:
     Attributes
     ----------
     script : dict of str to str
-        By path: ``400``, ``500``, ``refuse``, ``reset``, ``hang``; others are passed on.
+        By path: ``400``, ``500``, ``refuse``, ``reset``, ``hang``, ``stall`` behind the first piece of a
+        stream; others are passed on.
     calls : Counter of str
         By path.
     ticket : Ticket or None
@@ -149,6 +150,8 @@ class Front:
                 await response.prepare(request)
                 async for chunk in reply.content.iter_any():
                     await response.write(chunk)
+                    if how == "stall":
+                        await asyncio.Event().wait()
                 return response
             said = await reply.read()
         if self.ticket is not None and path == "/pd/prefill" and reply.status == 200:

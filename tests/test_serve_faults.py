@@ -10,6 +10,7 @@ controls: a byte flipped, blocks swapped, a layer     test_serve_quarantine: tes
 missing, zeros                                        test_serve_check
 P answers 400, 500, resets, hangs                     test_a_prefill_worker_that_fails_leaves_nothing_behind
 D refuses, resets, hangs before the first chunk       test_another_decode_worker_takes_over
+D silent in a stream                                  test_a_stream_that_falls_silent_is_broken_off
 D killed in a stream                                  test_serve: test_a_decode_worker_that_dies_in_a_stream_...;
                                                       with --migrate: test_serve_migrate
 P killed while a pull or a push runs: guard pattern   test_serve_quarantine
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from typing import Any
 
 import pytest
@@ -145,6 +147,20 @@ async def test_a_decode_worker_that_hangs_behind_a_push_is_given_up() -> None:
         await idle_within(1.0, http, [router.url, prefill.url, behind.url])
 
 
+async def test_a_stream_that_falls_silent_is_broken_off() -> None:
+    async with (
+        client() as http,
+        local_router(timeouts=dataclasses.replace(QUICK, idle=0.3)) as router,
+        local_worker("prefill", routers=(router.url,)) as prefill,
+        local_worker("decode") as behind,
+        front(http, router, behind) as fault,
+    ):
+        await until(lambda: len(router.registry.members()) == 2)
+        fault.script = {"/pd/decode": "stall"}
+        assert await ask(http, router, stream=True, max_tokens=200) == (200, "stream_broken")
+        await idle_within(1.0, http, [router.url, prefill.url, behind.url])
+
+
 # Clients. ---------------------------------------------------------------------------------------------------
 
 
@@ -227,8 +243,6 @@ async def test_a_client_may_go_in_every_phase(mode: str) -> None:
 
 
 def replace_timeouts(seconds: float) -> Any:
-    import dataclasses
-
     return dataclasses.replace(QUICK, prefill=seconds, first_token=seconds, transfer=seconds)
 
 
