@@ -242,8 +242,8 @@ async def test_a_client_may_go_in_every_phase(mode: str) -> None:
     await server.wait_closed()
 
 
-def replace_timeouts(seconds: float) -> Any:
-    return dataclasses.replace(QUICK, prefill=seconds, first_token=seconds, transfer=seconds)
+def replace_timeouts(seconds: float, **more: float) -> Any:
+    return dataclasses.replace(QUICK, prefill=seconds, first_token=seconds, transfer=seconds, **more)
 
 
 async def test_a_client_that_a_write_finds_gone_is_no_error_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
@@ -277,6 +277,45 @@ async def test_a_client_that_a_write_finds_gone_is_no_error_of_the_server(caplog
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+class _Decoding:
+    """Of a model that writes nothing more, or fails in a way that nobody foresaw."""
+
+    finish = ""
+
+    def __init__(self, fault: Exception | None) -> None:
+        self._fault = fault
+
+    def __aiter__(self) -> _Decoding:
+        return self
+
+    async def __anext__(self) -> list[int]:
+        if self._fault is not None:
+            raise self._fault
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"), [(None, "request_timeout"), (RuntimeError("unforeseen"), "internal_error")], ids=["slow", "bad"]
+)
+async def test_an_error_in_a_stream_that_has_begun_is_its_last_event(fault: Exception | None, code: str) -> None:
+    async with (
+        client() as http,
+        local_router(timeouts=replace_timeouts(60.0, request=3.0)) as router,
+        local_worker("mixed", routers=(router.url,)) as mixed,
+    ):
+        await until(lambda: router.registry.members())
+        mixed.units.first.decode = lambda *_: _Decoding(fault)  # type: ignore[method-assign]
+        body = {"model": "small", **ASKED, "stream": True}
+        async with http.post(f"{router.url}/v1/completions", json=body) as reply:
+            assert reply.status == 200
+            *pieces, end = events(await reply.text())  # which is whole: no second answer in the middle of it
+        assert pieces
+        assert end is not None
+        assert end["error"]["code"] == code
+        await idle_within(2.0, http, [router.url, mixed.url])
+
+
 # Ids, leases, the breaker. ----------------------------------------------------------------------------------
 
 
@@ -306,6 +345,12 @@ async def test_ids_of_clients_pair_nothing_and_ids_of_jobs_are_unique() -> None:
             await ticket_of(http, prefill.url, long)
         assert (refused.value.code, refused.value.status) == ("duplicate_request", 409)
         ticket = await first
+        # Nor while the first one's blocks are held for its ticket.
+        held = free_blocks(prefill)
+        with pytest.raises(ServeError) as refused:
+            await ticket_of(http, prefill.url, long)
+        assert (refused.value.code, refused.value.status) == ("duplicate_request", 409)
+        assert free_blocks(prefill) == held < BLOCKS
 
         job = DecodeJob(generation=generation("twice", "", 400), ticket=ticket)
         answers = await asyncio.gather(

@@ -76,14 +76,7 @@ def make_app(
             check(request)
             return await handler(request)
         except ServeError as error:
-            stream = STREAM.get()
-            if stream is None or not stream.prepared:
-                return error_answer(error)
-            # It has begun well: the error is its last event.
-            with contextlib.suppress(ConnectionError):
-                await stream.write(error_event(error))
-                await stream.write_eof()
-            return stream
+            return await _end(error)
         except web.HTTPException as why:
             code = "not_found" if why.status in (404, 405) else "invalid_request"
             response = answer(ServeError(code, f"{request.method} {request.path}: {why.reason}").body(), why.status)
@@ -93,9 +86,20 @@ def make_app(
             return web.Response(status=499)  # the client is gone: nobody to answer, and no error of this server
         except Exception as why:
             _log.exception("a request failed", path=request.path)
-            return error_answer(ServeError("internal_error", f"{type(why).__name__}: {why}"))
+            return await _end(ServeError("internal_error", f"{type(why).__name__}: {why}"))
 
     return web.Application(middlewares=[guard], client_max_size=BODY_LIMIT)
+
+
+async def _end(error: ServeError) -> web.StreamResponse:
+    """End a request with an error: by an answer, or by the last event of a stream that has begun well."""
+    stream = STREAM.get()
+    if stream is None or not stream.prepared:
+        return error_answer(error)
+    with contextlib.suppress(ConnectionError):
+        await stream.write(error_event(error))
+        await stream.write_eof()
+    return stream
 
 
 def _same(one: str, other: str) -> bool:

@@ -71,6 +71,8 @@ class PrefillPart:
         job = decode(await request.read(), PrefillJob)
         generation = job.generation
         with self._running.enter(generation.request_id, job.attempt), self._metrics.phase("prefill"):
+            if (generation.request_id, job.attempt) in self._tickets:
+                raise ServeError("duplicate_request", f"{generation.request_id}, attempt {job.attempt}, has a ticket")
             prompt = tokenize(self._tokenizer, generation, self._vocabulary)
             answer_room(generation, len(prompt), self._units.first.card.max_positions)
             placed = self._units.place(len(prompt), prompt, full="prefill_busy")

@@ -21,7 +21,7 @@ from .background import beside, forever
 from .config import RUNNING_PER_SLOT, RouterConfig
 from .dispatch import Dispatcher
 from .errors import ServeError
-from .http import REQUEST_ID, answer, make_app, serving
+from .http import REQUEST_ID, STREAM, answer, make_app, serving
 from .legs import Legs, Upstream
 from .metrics import CONTENT_TYPE, RouterMetrics
 from .migrating import Migrating
@@ -190,6 +190,7 @@ class Router:
         upstream: Upstream | Scheduled | Migrating,
     ) -> ServeError | None:
         broken: ServeError | None = None
+        STREAM.set(response)  # for an error that comes from outside, as by the deadline of the whole request
         await response.prepare(request)
         first = last = time.perf_counter()
         pieces = 0

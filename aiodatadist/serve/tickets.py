@@ -43,6 +43,9 @@ class Tickets:
     def __len__(self) -> int:
         return len(self._held)
 
+    def __contains__(self, key: tuple[str, int]) -> bool:
+        return key in self._held
+
     def hold(self, generation: Generation, attempt: int, placed: Placed, token: int) -> Ticket:
         """Hold a computed prompt. From here on its blocks are freed by the end of the lease alone."""
         unit, reserved = placed
