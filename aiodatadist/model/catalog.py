@@ -25,6 +25,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Return the tokens with which the model answers `text`: all that belongs ahead and after is there."""
 
+    def encode_text(self, text: str) -> list[int]:
+        """Return the tokens of a text that the model is to go on with, and nothing of a chat around it."""
+
     def encode_chat(self, turns: Sequence[tuple[str, str]]) -> list[int]:
         """Return the tokens of a chat of pairs of role and text, up to where the model's own turn goes on."""
 

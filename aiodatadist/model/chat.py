@@ -69,14 +69,15 @@ class ChatTokenizer:
         """
         tokens = []
         for role, text in turns:
-            tokens += [self._begin, *self._encode(f"{role}\n{text}"), self._end, *self._encode("\n")]
-        return [*tokens, self._begin, *self._encode("assistant\n")]
+            tokens += [self._begin, *self.encode_text(f"{role}\n{text}"), self._end, *self.encode_text("\n")]
+        return [*tokens, self._begin, *self.encode_text("assistant\n")]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of `tokens`; control tokens vanish and broken UTF-8 becomes U+FFFD."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
-    def _encode(self, text: str) -> list[int]:
+    def encode_text(self, text: str) -> list[int]:
+        """Return the tokens of a text alone, without a chat around it."""
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return tokens

@@ -21,6 +21,11 @@ def encode(text: str) -> list[int]:
     return [BOS, *text.encode("utf-8")]
 
 
+def encode_text(text: str) -> list[int]:
+    """Return the tokens of a text to go on with: the model that ships does nothing else."""
+    return encode(text)
+
+
 def encode_chat(turns: Sequence[tuple[str, str]]) -> list[int]:
     """Return the tokens of a chat: the texts of its turns, a line each. The model that ships knows no roles."""
     return encode("\n".join(text for _, text in turns))

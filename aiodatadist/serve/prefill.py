@@ -24,7 +24,7 @@ def tokenize(tokenizer: Tokenizer, generation: Generation, vocabulary: int) -> l
     if prompt is None:
         return tokenizer.encode_chat(generation.turns)
     if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
+        return tokenizer.encode_text(prompt)
     if bad := [token for token in prompt if not 0 <= token < vocabulary]:
         raise ServeError("invalid_request", f"token {bad[0]} is outside 0..{vocabulary - 1}", param="prompt")
     return prompt
