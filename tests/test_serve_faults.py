@@ -82,13 +82,14 @@ async def ask(http: ClientSession, router: Router, **more: Any) -> tuple[int, st
         return 200, "" if end is None else str(end["error"]["code"])
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("mode", ["pull", "push"])
-async def test_a_prefill_worker_that_fails_leaves_nothing_behind(mode: str) -> None:
+async def test_a_prefill_worker_that_fails_leaves_nothing_behind(mode: str, transport: str) -> None:
     async with (
         client() as http,
         local_router(modes=(mode,)) as router,
-        local_worker("prefill") as prefill,
-        local_worker("decode", routers=(router.url,)) as decode,
+        local_worker("prefill", transports=(transport,)) as prefill,
+        local_worker("decode", routers=(router.url,), transports=(transport,)) as decode,
         front(http, router, prefill) as fault,
     ):
         await until(lambda: len(router.registry.members()) == 2)
@@ -110,14 +111,14 @@ async def test_a_prefill_worker_that_fails_leaves_nothing_behind(mode: str) -> N
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
-@pytest.mark.parametrize("how", ["refuse", "reset", "hang"])
-async def test_another_decode_worker_takes_over(mode: str, how: str) -> None:
+@pytest.mark.parametrize(("how", "transport"), [("refuse", "shm"), ("reset", "tcp"), ("hang", "shm")])
+async def test_another_decode_worker_takes_over(mode: str, how: str, transport: str) -> None:
     async with (
         client() as http,
         local_router(modes=(mode,)) as router,
-        local_worker("prefill", routers=(router.url,)) as prefill,
-        local_worker("decode", routers=(router.url,)) as decode,
-        local_worker("decode") as behind,
+        local_worker("prefill", routers=(router.url,), transports=(transport,)) as prefill,
+        local_worker("decode", routers=(router.url,), transports=(transport,)) as decode,
+        local_worker("decode", transports=(transport,)) as behind,
         front(http, router, behind) as fault,
     ):
         await until(lambda: len(router.registry.members()) == 3)
@@ -171,8 +172,9 @@ async def go(task: asyncio.Task[Any]) -> None:
         await task
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("mode", ["pull", "push"])
-async def test_a_client_may_go_in_every_phase(mode: str) -> None:
+async def test_a_client_may_go_in_every_phase(mode: str, transport: str) -> None:
     slow = replace_timeouts(60.0)
 
     async def silent(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -185,8 +187,8 @@ async def test_a_client_may_go_in_every_phase(mode: str) -> None:
     async with (
         client() as http,
         local_router(modes=(mode,), max_running=1, timeouts=slow) as router,
-        local_worker("prefill", timeouts=slow) as prefill,
-        local_worker("decode", timeouts=slow) as decode,
+        local_worker("prefill", timeouts=slow, transports=(transport,)) as prefill,
+        local_worker("decode", timeouts=slow, transports=(transport,)) as decode,
         front(http, router, prefill) as before,
         front(http, router, decode) as behind,
     ):
