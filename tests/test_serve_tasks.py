@@ -22,7 +22,7 @@ from aiodatadist.serve.dispatch import Dispatcher
 from aiodatadist.serve.flows import Pair
 from aiodatadist.serve.metrics import RouterMetrics
 from aiodatadist.serve.openai import read_request
-from aiodatadist.serve.protocol import Generation, Peer, ReserveJob
+from aiodatadist.serve.protocol import MODE_HEADER, Generation, Peer, ReserveJob
 from aiodatadist.serve.pushing import Reservations, Word, _Entry, _Speaker
 from aiodatadist.serve.registry import Registry
 from aiodatadist.serve.router import Router, router
@@ -321,6 +321,25 @@ async def test_workers_that_take_turns_get_both_modes() -> None:
     # 100 are to be expected; 50 fewer come once in 10**11 runs.
     assert min(seen.values()) > 50
     assert sum(count for (name, mode), count in seen.items() if mode == "pull") == 400  # two halves of 200
+
+
+async def test_workers_that_know_one_hand_over_serve_a_router_of_both() -> None:
+    registry = Registry()
+    registry.put(registration("p", modes=["pull"]))
+    registry.put(registration("d", "decode", modes=["pull"]))
+    registry.put(registration("m", "mixed"))  # for where there is no pair
+    legs: Any = None
+    dispatcher = Dispatcher(RouterConfig(modes=("pull", "push")), registry, legs, RouterMetrics())
+
+    class Flow:
+        async def open(self, call: Any, pair: Pair) -> Any:
+            return SimpleNamespace(member=pair.decode, mode=call.mode)
+
+    dispatcher._flows = {"pull": Flow()}
+    generation = read_request(b'{"model": "m", "prompt": "a"}', chat=False)
+    found = [await dispatcher.open(generation) for _ in range(4)]  # two of them in the other's turn
+    assert {(each.member.worker_id, each.route[MODE_HEADER]) for each in found} == {("d", "pull")}
+    assert all(each.mode == "pull" for each in found)  # type: ignore[attr-defined]
 
 
 async def test_a_worker_says_of_its_transports_those_that_work_here() -> None:

@@ -128,9 +128,9 @@ class Dispatcher:
         attempts.suspects.add(suspect)
         last: ServeError | None = None
         while True:
-            attempts.mode = self._next_mode()
-            chosen = self._choose(attempts, attempts.avoid | attempts.suspects) or self._choose(
-                attempts, attempts.avoid
+            mode = self._next_mode()
+            chosen = self._choose(attempts, mode, attempts.avoid | attempts.suspects) or self._choose(
+                attempts, mode, attempts.avoid
             )
             if chosen is None:
                 raise last or ServeError("no_workers", "no pair of prefill and decode workers, and no mixed worker")
@@ -166,16 +166,18 @@ class Dispatcher:
             self._modes = random.sample(self.config.modes, len(self.config.modes))
         return self._modes.pop()
 
-    def _choose(self, attempts: Attempts, avoid: set[str]) -> Pair | Member | None:
+    def _choose(self, attempts: Attempts, mode: str, avoid: set[str]) -> Pair | Member | None:
+        """Return a pair for this hand-over, or another one where there is none; else a mixed worker."""
         model, question = attempts.generation.model, attempts.question
-        halves = {
-            member.worker_id: self.decodes(member, attempts.mode, avoid)
-            for member in self.registry.usable("prefill", model, avoid)
-        }
-        prefills = [member for member in self.registry.usable("prefill", model, avoid) if halves[member.worker_id]]
-        if prefills:
-            prefill = self.prefill_policy.choose(prefills, question)
-            return Pair(prefill, self.decode_policy.choose(halves[prefill.worker_id], question))
+        for attempts.mode in sorted(self.config.modes, key=lambda each: each != mode):
+            halves = {
+                member.worker_id: self.decodes(member, attempts.mode, avoid)
+                for member in self.registry.usable("prefill", model, avoid)
+            }
+            prefills = [member for member in self.registry.usable("prefill", model, avoid) if halves[member.worker_id]]
+            if prefills:
+                prefill = self.prefill_policy.choose(prefills, question)
+                return Pair(prefill, self.decode_policy.choose(halves[prefill.worker_id], question))
         mixed = self.registry.usable("mixed", model, avoid)
         return self._mixed_policy.choose(mixed, question) if mixed else None
 
