@@ -4,8 +4,8 @@
 
 cdef extern from *:
     """
-    // The value of an int that fits into one digit, which block indices do: a call for each of them takes three times as
-    // long. False: it does not.
+    // The value of an int that fits into one digit, which block indices do: a call for each of them takes three times
+    // as long. False: it does not.
     static bool small_integer(PyObject *item, int64_t &out) {
 #if PY_VERSION_HEX >= 0x030C0000
         const auto *const value = reinterpret_cast<const PyLongObject *>(item);
@@ -19,8 +19,8 @@ cdef extern from *:
         return true;
     }
 
-    // Converts the first `n` items of a list or tuple, up to the first that is no plain int or does not fit; returns how
-    // many. Runs no Python code, so that nothing can change the list meanwhile.
+    // Converts the first `n` items of a list or tuple, up to the first that is no plain int or does not fit; returns
+    // how many. Runs no Python code, so that nothing can change the list meanwhile.
     static size_t exact_integers(PyObject *blocks, size_t n, int64_t *out) {
         PyObject *const *const items = PySequence_Fast_ITEMS(blocks);
         for (size_t i = 0; i < n; ++i) {
