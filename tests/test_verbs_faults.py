@@ -61,7 +61,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def ended_by_force(transfer: adt.Transfer) -> float:
+async def ended_by_force(transfer: adt.Transfer[None]) -> float:
     """Cancel; return how long the end took."""
     began = now()
     transfer.cancel()
@@ -152,4 +152,34 @@ async def test_no_transfer_ends_by_what_became_of_another(scale: Scale) -> None:
                 await asyncio.gather(*(cut(part, number + turn) for number, part in enumerate(parts[:4])))
             await asyncio.gather(checks, *(check(part) for part in parts[:4]))
             assert _core.rdma_stats()["rebuilds"] > before
+        assert pair.link.state is adt.LinkState.READY
+
+
+@on_the_wire
+async def test_what_a_forced_fence_refused_is_not_posted_again(scale: Scale) -> None:
+    """The owner does not wait and shuts the user out: whoever makes the next queue pair, no byte lands after that."""
+    owner = {**OWNER, "drain_timeout": 0.001, "heartbeat_limit": 60.0}
+    async with linked("verbs", owner=owner, user=PATIENT | {"rdma_devices": ("rxe2",)}) as pair:
+        theirs, mine = pattern(1, (BLOCKS, BLOCK_BYTES)), pattern(2, (BLOCKS, BLOCK_BYTES))
+        await pair.offer(theirs)
+        target = await pair.take(mine)
+        caches = pair.user.cache_manager
+        turn = aborted = 0
+        # Where the user answers soon enough nothing is forced, and its pushes fail for want of a wire.
+        while turn < scale(10, least=3) or not aborted:
+            parts = np.array_split(np.random.default_rng(turn).permutation(BLOCKS), 4)
+            with cut_wire():
+                pushes = [caches.push_blocks(KEY, target, part, part) for part in parts]
+                await asyncio.sleep(0.01 * (turn % 4))
+                await pair.owner.fence(2)
+                for tensor in theirs:
+                    tensor[:] = 0xEE
+            ended = await asyncio.gather(*pushes, return_exceptions=True)
+            assert all(one is None or isinstance(one, adt.TransportError | adt.TransferAborted) for one in ended), ended
+            aborted += sum(isinstance(one, adt.TransferAborted) for one in ended)
+            await caches.pull_blocks(KEY, target, range(BLOCKS), range(BLOCKS))
+            assert all((tensor == 0xEE).all() for tensor in (*theirs, *mine)), f"turn {turn}"
+            for tensor in mine:
+                tensor[:] = turn
+            turn += 1
         assert pair.link.state is adt.LinkState.READY

@@ -204,6 +204,7 @@ adt_status_t disconnect_hixl(adt_transport_h handle, adt_endpoint_h named) {
 }
 
 void hear(adt_transport_h handle, adt_endpoint_h named, const adt_message_t *message) {
+    if (message->kind > static_cast<uint8_t>(HixlSay::resume)) return;  // of verbs, on a link that has both
     const Shared &ep = endpoint(named);
     guarded(handle, [&] {
         if (ep->waiting.fetch_add(1) >= kMostMessages) {

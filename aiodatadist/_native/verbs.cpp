@@ -146,6 +146,7 @@ class Verbs {
     }
 
     void hear(const Shared &ep, const adt_message_t &message) {
+        if (message.kind < static_cast<uint8_t>(VerbsSay::offer)) return;  // HIXL's, on a link that has both
         if (ep->waiting.fetch_add(1) >= kMostMessages) {
             ep->waiting.fetch_sub(1);
             later([this, ep] {
@@ -166,13 +167,14 @@ class Verbs {
         return status;
     }
 
-    void cancel(const Shared &ep, uint64_t op) {
+    // By value, here and below: the host may end the endpoint within what it is told.
+    void cancel(const Shared ep, uint64_t op) {
         VerbsEndpoint::News news;
         ep->cancel(op, news);
         deal(ep, news);
     }
 
-    adt_status_t revoke(const Shared &ep, uint64_t cache, uint32_t epoch) {
+    adt_status_t revoke(const Shared ep, uint64_t cache, uint32_t epoch) {
         VerbsEndpoint::News news;
         ep->revoke(cache, epoch, news);
         deal(ep, news);
@@ -320,7 +322,12 @@ class Verbs {
         if (news.settled) {
             host_.endpoint_settled(host_.ctx, ep->link, self, news.settled->status, news.settled->reason.c_str());
         }
-        if (news.done && notify) host_.notify(host_.ctx, self);
+        if (!news.done || !notify) return;
+        // The host polls here, and may take an event of some queue; the host's own thread, which would arm that queue
+        // again, then hears nothing of it.
+        do {
+            host_.notify(host_.ctx, self);
+        } while (!arm());
     }
 
     const adt_host_t host_;

@@ -82,7 +82,7 @@ void VerbsEndpoint::start(const std::shared_ptr<RegisteredDevice> &device, uint8
         return;
     }
     if (const int code = d.lib.query_gid(d.context, port_, rdma_.gid_index, &gid_); code != 0) {
-        give_up("ibv_query_gid " + std::to_string(rdma_.gid_index) + ": " + errno_text(code), news);
+        give_up("ibv_query_gid " + std::to_string(rdma_.gid_index) + ": " + errno_text(code > 0 ? code : errno), news);
         return;
     }
     max_sge_ = d.max_sge();
@@ -97,9 +97,12 @@ void VerbsEndpoint::fail(const std::string &reason, News &news) {
     if (!closed()) give_up(reason, news);
 }
 
-// Makes the queue pair of a generation and offers it to the peer.
+// Makes the queue pair of a generation and offers it to the peer. The peer must hear of what is refused first: with
+// the offer it may post again.
 void VerbsEndpoint::begin_generation(int32_t generation, News &news) {
     generation_ = generation;
+    news.messages.insert(news.messages.end(), refusals_.begin(), refusals_.end());
+    refusals_.clear();
     if (generation > 1) verbs_stats().rebuilds.fetch_add(1, std::memory_order_relaxed);
     if (!make_queue_pair(news)) return;
     psn_ = random_psn();
@@ -258,7 +261,7 @@ bool VerbsEndpoint::end_queue_pair(News &news) {
         work->at = 0;
         work->ended = false;
         adt_status_t status = work->failure;
-        if (status == ADT_OK && work->given_up) status = ADT_ERR_ABORTED;
+        if (status == ADT_OK) status = work->given_up;
         if (status == ADT_OK) status = refusal(*work->batch);
         if (status == ADT_OK) {
             kept.push_back(std::move(work));
@@ -373,6 +376,8 @@ void VerbsEndpoint::hear(const adt_message_t &told, News &news) {
             const std::lock_guard<std::mutex> lock(mu_);
             min_epoch_ = std::max(min_epoch_, static_cast<uint32_t>(told.a));
             if (const auto found = imported_.find(told.b); found != imported_.end()) found->second.refused = true;
+            // Also what waits for a queue pair that this side has made anew by itself.
+            end_works([this](const adt_batch_t &batch) { return refusal(batch) != ADT_OK; }, ADT_ERR_FENCED, news);
             return;
         }
         case VerbsSay::failed:
@@ -422,7 +427,8 @@ void VerbsEndpoint::revoke(uint64_t cache, uint32_t epoch, News &news) {
     adt_message_t told = message(VerbsSay::refused, generation_);
     told.a = epoch;
     told.b = cache;
-    news.messages.push_back(told);
+    // By the thread that offers, or an offer could overtake it.
+    refusals_.push_back(told);
     news.broken = true;
 }
 
@@ -650,30 +656,35 @@ void VerbsEndpoint::finish(Work &work, adt_status_t status, News &news) {
     works_.erase(at);
 }
 
-// Takes one operation's batches off local memory; where something of them is posted, by a new queue pair.
-void VerbsEndpoint::cancel(uint64_t op, News &news) {
-    const std::lock_guard<std::mutex> lock(mu_);
+// Under `mu_`. Takes batches off local memory; where something of one is posted, by a new queue pair.
+template <typename Which>
+void VerbsEndpoint::end_works(const Which &which, adt_status_t status, News &news) {
     for (size_t i = 0; i < works_.size();) {
         Work &work = *works_[i];
-        if (work.batch->op_id != op) {
+        if (!which(*work.batch)) {
             ++i;
             continue;
         }
-        work.given_up = true;
+        work.given_up = status;
         if (work.groups > 0) {
             mark_broken(news);
             ++i;
             continue;
         }
         if (!work.stale) {
-            finish(work, ADT_ERR_ABORTED, news);
+            finish(work, status, news);
             continue;
         }
-        enter(work, ADT_ERR_ABORTED, 1, news);
+        enter(work, status, 1, news);
         detached_.push_back(std::move(works_[i]));
         if (i < next_) --next_;
         works_.erase(works_.begin() + static_cast<std::ptrdiff_t>(i));
     }
+}
+
+void VerbsEndpoint::cancel(uint64_t op, News &news) {
+    const std::lock_guard<std::mutex> lock(mu_);
+    end_works([op](const adt_batch_t &batch) { return batch.op_id == op; }, ADT_ERR_ABORTED, news);
 }
 
 }  // namespace adt

@@ -27,12 +27,12 @@
 
 namespace adt {
 
-// What ends tell each other: adt_message_t::kind.
+// What ends tell each other: adt_message_t::kind, which begins behind HIXL's.
 enum class VerbsSay : uint8_t {
-    offer = 1,  // number: generation, small: LID, a and b: GID, c: VerbsAddress
-    ready,      // number: generation; the sender takes requests
-    refused,    // a: what is older than this fence, b: a cache, or 0; refused from now on
-    failed,     // number: generation; the sender has given the first one up
+    offer = 0x41,  // number: generation, small: LID, a and b: GID, c: VerbsAddress
+    ready,         // number: generation; the sender takes requests
+    refused,       // a: what is older than this fence, b: a cache, or 0; refused from now on
+    failed,        // number: generation; the sender has given the first one up
 };
 
 // Completions of all endpoints that wait to be polled. What becomes of a batch is entered under the lock of its
@@ -105,7 +105,7 @@ class VerbsEndpoint : Counted<Live::queue_pair> {
         uint32_t groups = 0;  // posted and not completed
         bool ended = false;   // all is posted
         bool stale = false;   // requests on an earlier queue pair had not ended, and the peer's may still be there
-        bool given_up = false;
+        adt_status_t given_up = ADT_OK;  // what it ends with unless it completes before
         adt_status_t failure = ADT_OK;
     };
     // Requests that one completion stands for.
@@ -139,6 +139,8 @@ class VerbsEndpoint : Counted<Live::queue_pair> {
     void finish(Work &work, adt_status_t status, News &news);
     void mark_broken(News &news);
     void retire_detached(News &news);
+    template <typename Which>
+    void end_works(const Which &which, adt_status_t status, News &news);
     adt_status_t refusal(const adt_batch_t &batch) const;
 
     const adt_rdma_t rdma_;
@@ -152,6 +154,7 @@ class VerbsEndpoint : Counted<Live::queue_pair> {
     int32_t generation_ = 0;
     int32_t peer_ready_ = 0;
     uint32_t psn_ = 0;
+    std::vector<adt_message_t> refusals_;  // to be told before the next offer
     std::atomic<bool> closed_{false};
     std::atomic<bool> settled_{false};
     std::mutex mu_;

@@ -178,7 +178,7 @@ typedef struct adt_request {
 
 /* What the two ends of an endpoint tell each other over the link's engine connection. */
 typedef struct adt_message {
-    uint8_t kind; /* the transport's own */
+    uint8_t kind; /* the transport's own; all that a link has hear it, and ignore what is another's */
     uint8_t reserved;
     uint16_t small;
     int32_t number;
