@@ -20,8 +20,8 @@ const char *const kHixlSymbols[] = {
     "_ZN4hixl4Hixl12ConnectAsyncERKN2ge12AscendStringEi",
     "_ZN4hixl4Hixl15DisconnectAsyncERKN2ge12AscendStringEi",
     "_ZN4hixl4Hixl21GetAsyncConnectStatusERKN2ge12AscendStringERNS_18AsyncConnectStatusE",
-    "_ZN4hixl4Hixl13TransferAsyncERKN2ge12AscendStringENS_10TransferOpERKSt6vectorINS_14TransferOpDescESaIS7_"
-    "EERKNS_12TransferArgsERPv",
+    ("_ZN4hixl4Hixl13TransferAsyncERKN2ge12AscendStringENS_10TransferOpERKSt6vectorINS_14TransferOpDescESaIS7_"
+     "EERKNS_12TransferArgsERPv"),
     "_ZN4hixl4Hixl17GetTransferStatusERKPvRNS_14TransferStatusE",
     "_ZN4hixl4Hixl17GetTransferStatusERKNS_21GetTransferStatusArgsERSt6vectorINS_14TransferResultESaIS5_EE",
 };
