@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import aiodatadist as adt
 
+from .hixl_standin import HIXL
 from .pairs import OWNER, Pair, linked, pattern
 
 SLOTS, POSITIONS, WIDTH = 5, 24, 3  # a batch slot takes 24 positions of 3 elements
@@ -208,7 +209,7 @@ async def run_moves(
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("allocated", [True, False], ids=["library", "ordinary"])
-@pytest.mark.parametrize("transport", ["shm", "tcp", pytest.param("verbs", marks=pytest.mark.verbs)])
+@pytest.mark.parametrize("transport", ["shm", "tcp", pytest.param("verbs", marks=pytest.mark.verbs), HIXL])
 def test_every_direction_equals_numpy(transport: str, allocated: bool, scale: Callable[[int], int]) -> None:
     @settings(max_examples=scale(40), deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(moves(), min_size=1, max_size=25), st.sampled_from(["uint8", "float16", "int64"]))

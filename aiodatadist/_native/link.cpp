@@ -431,6 +431,8 @@ adt_status_t Engine::connect(const std::shared_ptr<Node> &node, const ConnectReq
     for (unsigned i = 0; i < kTransportCount; ++i) {
         peer->lanes[i].depth = transports_[i].ops->queue_depth;
         peer->short_lanes[i].depth = ADT_SHORT_DEPTH;
+        // By HIXL the peer comes to memory by itself, and no call of this side's keeps it away.
+        if (request.use[i] && transports_[i].ops == &kHixlOps) peer->unstoppable = true;
     }
     const int flags = fcntl(peer->wire.get(), F_GETFL);
     fcntl(peer->wire.get(), F_SETFL, flags | O_NONBLOCK);
@@ -460,8 +462,6 @@ adt_status_t Engine::connect(const std::shared_ptr<Node> &node, const ConnectReq
             params.wire = peer->wire.get();
             params.rdma = node->rdma_device.empty() ? nullptr : &node->rdma;
             params.hixl = reinterpret_cast<adt_hixl_h>(node->hixl.get());
-            // By HIXL the peer comes to memory by itself, and no call of this side's keeps it away.
-            if (t.ops == &kHixlOps) peer->unstoppable = true;
             std::vector<int> taken;
             if (t.ops == &kTcpOps) {
                 taken.reserve(data.size());
