@@ -98,8 +98,9 @@ cdef extern from "hixl_agent.hpp" namespace "adt" nogil:
         uint64_t alignment
         uint64_t drain_ns
         int32_t connect_ms
+        bint others
     cdef cppclass CHixlAgent "adt::HixlAgent":
-        pass
+        uint64_t refused()
 
 cdef extern from "hixl_open.hpp" namespace "adt" nogil:
     shared_ptr[CHixlAgent] c_open_hixl "adt::open_hixl"(const CHixlSettings &settings, string &words) except +
@@ -157,6 +158,7 @@ cdef extern from "engine.hpp" namespace "adt" nogil:
 
     cdef cppclass CNode "adt::Node":
         uint64_t id
+        shared_ptr[CHixlAgent] hixl
 
     cdef cppclass CBlockFault "adt::BlockFault":
         int kind

@@ -610,13 +610,20 @@ cdef class Node:
         with nogil:  # called in a worker thread: a device may take seconds to pin the pages
             status = engine.register_cache(self.node, memory, cache, error)
         if status != ADT_OK:
-            raise error_from_native(status, detail=error.decode() or f"cache {cache_id}")
+            said = error.decode()
+            named = said.partition(": ")[0]  # the engine begins with the transport that refused
+            raise error_from_native(status, transport=named if named in transport_names() else None,
+                                    detail=said or f"cache {cache_id}")
         cdef LocalCache result = LocalCache.__new__(LocalCache)
         result.node = self
         result.region = region
         result.cache = move(cache)
         pinned.setdefault(self.node.get().id, {})[cache_id] = pin
         return result
+
+    def hixl_refused(self):
+        """How many ranges of host memory HIXL has refused."""
+        return 0 if self.node.get().hixl.get() == NULL else self.node.get().hixl.get().refused()
 
     def abort(self):
         """End every link and operation now; quiet follows by itself."""
@@ -707,8 +714,14 @@ cdef class LocalCache:
                 continue
             name = kTransports[i].name.decode()
             fd = self.region.fd if self.region is not None and name == "shm" else -1
-            keys.append((name, <bytes>self.node.engine.get().export_key(self.cache, i), fd))
+            key = <bytes>self.node.engine.get().export_key(self.cache, i)
+            if key or name != "hixl":  # HIXL has let go of what it refuses; the keys of some others are empty
+                keys.append((name, key, fd))
         return keys
+
+    def served_by(self, str transport):
+        """Whether a transport reaches it: HIXL refuses some memory of the host."""
+        return any(name == transport for name, _, _ in self.export_keys())
 
     def source(self):
         """The cache as the source of copies into caches of the same node. Closing the cache ends it, too."""

@@ -19,6 +19,8 @@ cdef class HixlEngine:
         Bytes of which registered memory must begin at a multiple. 0: any.
     drain_timeout, connect_timeout : float
         Seconds.
+    others : bool
+        Other transports serve host memory with which HIXL does not connect.
 
     Raises
     ------
@@ -31,7 +33,7 @@ cdef class HixlEngine:
     """
 
     def __cinit__(self, libraries, int32_t device, str host, options, *, uint64_t alignment, double drain_timeout,
-                  double connect_timeout):
+                  double connect_timeout, bint others=False):
         cdef CHixlSettings settings
         cdef shared_ptr[CHixlAgent] agent
         cdef string words
@@ -45,6 +47,7 @@ cdef class HixlEngine:
         settings.alignment = alignment
         settings.drain_ns = <uint64_t>(drain_timeout * 1e9)
         settings.connect_ms = <int32_t>(connect_timeout * 1e3)
+        settings.others = others
         for name, value in options.items():
             settings.options.push_back(CHixlOption((<str>name).encode(), (<str>value).encode()))
         with nogil:

@@ -46,6 +46,7 @@ def open_engine(config: Config, listen: str | None) -> tuple[_core.HixlEngine | 
             alignment=_alignment(config.hixl_options),
             drain_timeout=config.drain_timeout,
             connect_timeout=min(max(limit, _CONNECT_SECONDS[0]), _CONNECT_SECONDS[1]),
+            others=config.transports != ("hixl",),
         )
     except TransportUnavailable as why:
         looked = "" if libraries.found else f" (looked in {', '.join(libraries.searched) or 'no folder of CANN'})"

@@ -111,7 +111,16 @@ def check_access(opcode: int, entry: RemoteEntry | None, cache: Cache) -> None:
 
 def check_reachable(entry: RemoteEntry, cache: Cache) -> None:
     """Refuse a peer's cache that no transport of the link brings together with the local one."""
-    if cache.placement is not Placement.HOST and entry.native_for(cache.placement) is None and entry.native is not None:
+    if entry.native is not None and entry.native_for(cache) is None:
+        if cache.placement is Placement.HOST:
+            raise TransportUnavailable(
+                f"HIXL does not connect with the memory of cache {cache.id}, and the peer's cache {entry.cache_id} is "
+                f"reached over {entry.native.path} alone",
+                peer=entry.link.cluster_id,
+                transport=entry.native.transport,
+                reason="over RoCE it reaches host memory of aclrtMallocHost only",
+                hint="allocate it by aclrtMallocHost, or put tcp into Config.transports on both sides",
+            )
         why = entry.link.path.reasons.get("hixl", "the peer's cache has no key for it")
         raise TransportUnavailable(
             f"cache {cache.id} is memory of an NPU, which only hixl reaches, and the peer's cache {entry.cache_id} is "

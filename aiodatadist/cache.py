@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, SupportsIndex
 import numpy as np
 
 from . import _core, layerwise
-from ._sides import Blocks, Named, check_access, check_size, resolve
+from ._sides import Blocks, Named, check_access, check_reachable, check_size, resolve
 from ._starting import Late, find, index_key, not_found, notifier, told_after
 from .control.table import RemoteEntry
 from .copies import BlockPairs, Copies
@@ -616,7 +616,9 @@ class CacheManager(CacheRegistry):
         pair = entry.pairs.get(cache.id)
         if pair is None:
             assert cache._native is not None
-            native = entry.native_for(cache.placement)
+            native = entry.native_for(cache)
+            if native is None:
+                check_reachable(entry, cache)  # raises
             assert native is not None
             # The pins: a transfer that holds the pair holds the tensors of its own side.
             pair = _core.Pair(cache._native, native, (entry, cache))

@@ -783,6 +783,8 @@ def error_from_native(
             message += f": {detail}"
         return InternalError(message, peer=peer, transport=transport, hint="report this with dump()")
     message = f"{text}: {detail}" if text and detail else text or detail or ""
+    if transport == "hixl" and native is NativeStatus.NO_MEMORY:
+        hint = "unregister caches, or use fewer and larger tensors: no limit of this machine is at fault"
     if issubclass(cls, TransferError):
         return cls(
             message,

@@ -27,6 +27,7 @@ from .errors import (
     CacheAccessError,
     CacheExists,
     ClosedError,
+    DataDistError,
     MemoryStillExposed,
     ProtocolError,
     RegistrationError,
@@ -794,12 +795,15 @@ def _end_waiting(cache: Cache) -> None:
 def _refused(cache: Cache, failure: BaseException, others: int) -> RegistrationError:
     """Make the error for a cache that a transport does not take."""
     views = cache._views
+    hint: str | None = "free caches, or raise the limit (by ulimit): memory (-v, -l), open files (-n), threads (-u)"
+    if isinstance(failure, ClosedError):
+        hint = None
+    elif isinstance(failure, DataDistError) and failure.transport == "hixl":
+        hint = failure.hint
     error = RegistrationError(
         f"cache {cache.id}, {len(views)} tensors of {sum(view.nbytes for view in views)} bytes in all, cannot be "
         f"registered beside {others} others: {failure}",
-        hint=None
-        if isinstance(failure, ClosedError)
-        else "free caches, or raise the limit (by ulimit): memory (-v, -l), open files (-n), threads (-u)",
+        hint=hint,
     )
     error.__cause__ = failure
     return error

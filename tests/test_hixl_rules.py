@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import itertools
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -457,8 +458,12 @@ async def test_too_many_registrations_are_an_error_that_names_the_limit(hixl: Co
         await pair.offer(pattern(1, (4, 64), tensors=3))
         await pair.take(pattern(1, (4, 64), tensors=3))
         cache = pair.user.cache_manager.register_blocks_cache(pattern(2, (4, 64), tensors=1))
-        with pytest.raises(adt.RegistrationError, match=r"hixl: .*HIXL refuses 256 bytes .*RESOURCE_EXHAUSTED"):
+        with pytest.raises(
+            adt.RegistrationError, match=r"hixl: .*HIXL refuses 256 bytes .*RESOURCE_EXHAUSTED"
+        ) as refusal:
             await cache.ready()
+        assert "unregister caches" in str(refusal.value.hint)
+        assert "ulimit" not in f"{refusal.value} {refusal.value.hint}"
         # One cache less, and it fits.
         await pair.user.cache_manager.unregister_cache(pair.user.cache_manager.caches[1])
         await pair.take(pattern(2, (4, 64), tensors=1))
@@ -524,6 +529,79 @@ async def test_a_connection_that_stalls_leaves_the_link_to_another_transport(acl
         cache = dd.cache_manager.register_blocks_cache([np.zeros((BLOCKS, BLOCK_BYTES), np.uint8) for _ in range(2)])
         await dd.cache_manager.pull_blocks(adt.BlocksCacheKey(OWNER, model_id=0), cache, WHOLE, WHOLE)
         assert (cache.tensors[0] == 3).all()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_host_memory_that_hixl_refuses_is_served_by_another_transport(
+    hixl: Controls, acl: Acl, when: str
+) -> None:
+    """As over RoCE, where HIXL connects only while it has no host memory but that of aclrtMallocHost."""
+    hixl.set("PINNED_HOST", 1)
+    config = adt.Config(transports=("hixl", "tcp"))
+    host_key = adt.BlocksCacheKey(OWNER, model_id=1)
+    offered, taken = (pattern(seed, (BLOCKS, BLOCK_BYTES)) for seed in (1, 2))
+    with npu(acl) as (here, there):
+        there.fill(2)
+        async with (
+            adt.DataDist(OWNER, listen="127.0.0.1:0", config=config) as owner,
+            adt.DataDist(USER, config=config) as user,
+        ):
+            await there.register(owner, key=KEY)
+            mine = await here.register(user)
+            info = adt.ClusterInfo(OWNER, str(owner.listen_address))
+            if when == "after":
+                link = await user.link(info)
+            theirs = owner.cache_manager.register_blocks_cache(offered, key=host_key)
+            ours = user.cache_manager.register_blocks_cache(taken)
+            await asyncio.gather(theirs.ready(), ours.ready())
+            if when == "before":
+                link = await user.link(info)
+            assert link.path.memory["device"] == "hixl"
+            assert link.path.memory["refused by hixl"] == "tcp"
+            assert "aclrtMallocHost" in str(link.path)
+            await until(lambda: KEY in link.table and host_key in link.table)
+            epoch, caches = link.epoch, user.cache_manager
+            await caches.pull_blocks(KEY, mine, WHOLE, WHOLE)
+            assert here.full_of(2)
+            await caches.pull_blocks(host_key, ours, WHOLE, WHOLE)
+            for got, wanted in zip(taken, offered, strict=True):
+                np.testing.assert_array_equal(got, wanted)
+            for key, cache in ((KEY, ours), (host_key, mine)):
+                with pytest.raises(adt.TransportUnavailable):
+                    await caches.pull_blocks(key, cache, WHOLE, WHOLE)
+            # What comes from aclrtMallocHost is borne, and meets an NPU's memory.
+            pinned = [acl.malloc_host(BLOCKS * BLOCK_BYTES) for _ in range(2)]
+            desc = adt.CacheDesc(2, (BLOCKS, BLOCK_BYTES), "uint8")
+            good = caches.register_blocks_cache(pinned, desc=desc)
+            await good.ready()
+            await caches.pull_blocks(KEY, good, WHOLE, WHOLE)
+            assert ctypes.string_at(pinned[1], BLOCKS * BLOCK_BYTES) == bytes([2]) * (BLOCKS * BLOCK_BYTES)
+            assert (link.state, link.epoch, user.links[OWNER]) == (adt.LinkState.READY, epoch, link)
+            for dd in (owner, user):
+                for cache in list(dd.cache_manager.caches.values()):
+                    await dd.cache_manager.unregister_cache(cache)
+            for address in pinned:
+                acl.free_host(address)
+            assert user.stats()["hixl"]["registrations"] == 0
+
+
+async def test_registering_host_memory_that_hixl_refuses_disturbs_no_transfer(hixl: Controls, acl: Acl) -> None:
+    with npu(acl) as (here, there):
+        there.fill(2)
+        async with linked("hixl", "tcp") as pair:
+            await pair.shown(await there.register(pair.owner, key=KEY))
+            mine = await here.register(pair.user)
+            hixl.set("DELAY_US", 20_000)
+            hixl.set("PINNED_HOST", 1)
+            caches, epoch = pair.user.cache_manager, pair.link.epoch
+            running = [caches.pull_blocks(KEY, mine, [b], [b]) for b in WHOLE]
+            for seed in range(3):
+                cache = await pair.take(pattern(seed, (BLOCKS, BLOCK_BYTES)))
+                running.append(caches.pull_blocks(KEY, mine, WHOLE, WHOLE))
+                await caches.unregister_cache(cache)
+            await asyncio.gather(*running)
+            assert here.full_of(2)
+            assert (pair.link.state, pair.link.epoch) == (adt.LinkState.READY, epoch)
 
 
 async def test_without_another_transport_the_link_fails_and_says_why() -> None:

@@ -162,7 +162,9 @@ const HixlMemory *memory_of(adt_mem_h mem) {
 
 adt_status_t export_key(adt_transport_h, adt_mem_h mem, void *buffer, size_t capacity, size_t *size) {
     try {
-        const std::string key = hixl_key(*memory_of(mem));
+        const HixlMemory &memory = *reinterpret_cast<const Registered *>(mem)->memory;
+        if (memory.refused.load(std::memory_order_acquire)) return ADT_ERR_UNSUPPORTED;
+        const std::string key = hixl_key(memory);
         *size = key.size();
         if (capacity < key.size()) return ADT_ERR_AGAIN;
         std::memcpy(buffer, key.data(), key.size());

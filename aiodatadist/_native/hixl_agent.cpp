@@ -146,7 +146,7 @@ std::unique_ptr<HixlMemory> HixlAgent::reg_mem(const adt_memory_t &memory) {
             if (engine_ == nullptr) throw HixlError{ADT_ERR_CLOSED, "the HIXL engine is closed"};
             registry_->take(*made);
             ++caches_;
-            registered->set_value();
+            if (!try_memory(*made, registered)) registered->set_value();
         } catch (...) {
             registered->set_exception(std::current_exception());
         }
@@ -234,6 +234,68 @@ void HixlAgent::peer_paused(uint64_t serial, uint64_t endpoint) {
     }
 }
 
+uint64_t HixlAgent::to_prove() const {
+    uint64_t most = 0;
+    for (const Trial &trial : trials_) most = std::max(most, trial.memory->generation);
+    return most;
+}
+
+bool HixlAgent::try_memory(HixlMemory &memory, const std::shared_ptr<std::promise<void>> &registered) {
+    if (!settings_.others || !registry_->unproved(memory)) return false;
+    bool links = false;
+    for (const auto &[id, endpoint] : endpoints_) {
+        if (!endpoint->useful()) continue;
+        links = true;
+        touch(endpoint);
+    }
+    if (!links) return false;
+    const uint64_t limit = settings_.drain_ns + kTryNs + static_cast<uint64_t>(settings_.connect_ms) * 1'000'000;
+    trials_.push_back({&memory, registered, now() + limit});
+    return true;
+}
+
+bool HixlAgent::end_trials(uint64_t now) {
+    const bool useless = std::none_of(endpoints_.begin(), endpoints_.end(),
+                                      [](const auto &endpoint) { return endpoint.second->useful(); });
+    const auto over = std::stable_partition(trials_.begin(), trials_.end(), [&](const Trial &trial) {
+        if (trial.memory->refused.load(std::memory_order_relaxed)) return true;  // ends when HIXL has let go
+        return registry_->unproved(*trial.memory) && !useless && now < trial.until;
+    });
+    if (over == trials_.end()) return false;
+    for (auto trial = over; trial != trials_.end(); ++trial) trial->registered->set_value();
+    trials_.erase(over, trials_.end());
+    return true;
+}
+
+bool HixlAgent::blame_memory() {
+    if (!settings_.others) return false;
+    Leaving work;
+    work.ranges = registry_->refuse_unproved();
+    if (work.ranges.empty()) return false;
+    refused_.fetch_add(work.ranges.size(), std::memory_order_relaxed);
+    work.gone = [this] { fail_refused(); };
+    leaving_.push_back(std::move(work));
+    return true;
+}
+
+// Tells those who wait for the registration of memory that HIXL has refused and let go of.
+void HixlAgent::fail_refused() {
+    const auto over = std::stable_partition(trials_.begin(), trials_.end(), [](const Trial &trial) {
+        return !trial.memory->refused.load(std::memory_order_relaxed);
+    });
+    for (auto trial = over; trial != trials_.end(); ++trial) {
+        --caches_;
+        Leaving rest;
+        rest.ranges = registry_->give(*trial->memory);  // what it had beside, and HIXL bears
+        rest.gone = [] {};
+        if (!rest.ranges.empty()) later([this, rest] { leaving_.push_back(rest); });
+        trial->registered->set_exception(std::make_exception_ptr(
+            HixlError{ADT_ERR_UNSUPPORTED,
+                      "HIXL does not connect with this host memory: over RoCE it must be of aclrtMallocHost"}));
+    }
+    trials_.erase(over, trials_.end());
+}
+
 void HixlAgent::tell(const std::shared_ptr<HixlEndpoint> &endpoint, const HixlNews &news) {
     if (news.gone && endpoints_.erase(endpoint->id) != 0) {
         active_.erase(endpoint->id);
@@ -288,6 +350,12 @@ void HixlAgent::close_engine() {
         endpoint->finalized(news);
         tell(endpoint, news);
     }
+    for (const Trial &trial : trials_) {
+        --caches_;
+        trial.registered->set_exception(
+            std::make_exception_ptr(HixlError{ADT_ERR_CLOSED, "the HIXL engine is closed"}));
+    }
+    trials_.clear();
     registry_->forget();
     for (const Leaving &leaving : std::exchange(leaving_, {})) leaving.gone();
 }
@@ -341,7 +409,7 @@ void HixlAgent::serve() {
         for (const auto &task : tasks) task();
         const bool news = progress(now()) || !tasks.empty();
         pause = news ? kLeastPause : std::min(2 * pause, kMostPause);
-        busy = !active_.empty() || trying();
+        busy = !active_.empty() || trying() || !trials_.empty();
         if (until && (!busy || std::chrono::steady_clock::now() >= *until)) return;
     }
 }
@@ -358,6 +426,7 @@ bool HixlAgent::progress(uint64_t now) {
         news = news || !told.done.empty() || told.settled || !told.messages.empty();
         tell(endpoint, told);
     }
+    if (!trials_.empty()) news = end_trials(now) || news;
     if (!left_behind_.empty()) drop_left_behind();
     return news;
 }

@@ -36,6 +36,7 @@ struct HixlSettings {
     uint64_t alignment = 0;  // of registered memory; 0: any
     uint64_t drain_ns = 0;   // how long what is under way may take before a connection is ended
     int32_t connect_ms = 1000;
+    bool others = false;  // other transports serve host memory that HIXL refuses
 };
 
 class HixlAgent : Counted<Live::hixl_engine> {
@@ -54,6 +55,8 @@ class HixlAgent : Counted<Live::hixl_engine> {
     void stop();
     bool over() const { return over_.load(std::memory_order_acquire); }
     const std::string &words() const { return words_; }
+    // How many ranges of host memory HIXL has refused so far.
+    uint64_t refused() const { return refused_.load(std::memory_order_relaxed); }
     // Registers in the agent's thread, and waits for it. Throws HixlError.
     std::unique_ptr<HixlMemory> reg_mem(const adt_memory_t &memory);
     // `gone` is called when HIXL has let go of the memory; at once where it has already.
@@ -79,6 +82,13 @@ class HixlAgent : Counted<Live::hixl_engine> {
     void leave_behind(void *request);
     void drop_left_behind();
     void peer_paused(uint64_t serial, uint64_t endpoint);
+    // A connection reaches memory up to a generation.
+    void proved(uint64_t generation) { registry_->proved(generation); }
+    // Up to which generation connections must reach, for host memory that waits to be proven. 0: none does.
+    uint64_t to_prove() const;
+    // HIXL has refused to connect. Over RoCE it does as long as it has host memory that it cannot reach, and says no
+    // more. True: there is some that no connection has borne yet; it is taken back, and then it is tried again.
+    bool blame_memory();
 
   private:
     // Memory that is being taken back: peers and this side disconnect first. While they do, no link moves anything; so
@@ -93,7 +103,17 @@ class HixlAgent : Counted<Live::hixl_engine> {
         std::function<void()> gone;
     };
 
+    // Host memory that was registered while links are there: they connect anew, which shows whether HIXL bears it.
+    struct Trial {
+        HixlMemory *memory;
+        std::shared_ptr<std::promise<void>> registered;
+        uint64_t until;
+    };
+
     void run(std::promise<void> &opened);
+    bool try_memory(HixlMemory &memory, const std::shared_ptr<std::promise<void>> &registered);
+    bool end_trials(uint64_t now);
+    void fail_refused();
     void open_engine();
     void close_engine();
     void later(std::function<void()> task);
@@ -113,6 +133,7 @@ class HixlAgent : Counted<Live::hixl_engine> {
     std::string words_;
     std::atomic<bool> over_{false};
     std::atomic<uint32_t> links_{0};
+    std::atomic<uint64_t> refused_{0};
     std::atomic<uint64_t> next_endpoint_{1};
     std::mutex mu_;  // a leaf
     std::condition_variable wake_;
@@ -135,6 +156,7 @@ class HixlAgent : Counted<Live::hixl_engine> {
     std::unordered_map<uint64_t, HixlEndpoint *> requests_;
     std::set<void *> left_behind_;
     std::deque<Leaving> leaving_;
+    std::vector<Trial> trials_;
 };
 
 }  // namespace adt

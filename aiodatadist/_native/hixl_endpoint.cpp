@@ -96,7 +96,7 @@ void HixlEndpoint::post(adt_batch_t *batch, const HixlMemory &memory, HixlNews &
     }
     const uint64_t there = reinterpret_cast<const HixlRemote *>(batch->remote)->generation;
     peer_generation_ = std::max(peer_generation_, there);
-    waiting_works_.push_back(Work{batch, memory.generation, there});
+    waiting_works_.push_back(Work{batch, &memory, memory.generation, there});
 }
 
 void HixlEndpoint::cancel(uint64_t op, HixlNews &news) {
@@ -137,7 +137,7 @@ bool HixlEndpoint::step(uint64_t now, HixlNews &news) {
     if (state_ == State::disconnecting) look_disconnecting(now, news);
     if (state_ == State::up) {
         const bool stale = !waiting_works_.empty() && !covered(waiting_works_.front());
-        if (must_end() || stale) {
+        if (must_end() || stale || unproved()) {
             state_ = State::draining;
             drain_until_ = now + agent.settings().drain_ns;
             retry_at_ = now;
@@ -150,7 +150,8 @@ bool HixlEndpoint::step(uint64_t now, HixlNews &news) {
         if (!drained && now >= drain_until_) force_ = true;
         if (drained || force_ || closed_ || failed_) disconnect(now, news);
     }
-    const bool wanted = !remote_.empty() && !closed_ && !failed_ && !paused() && (!settled_ || !waiting_works_.empty());
+    const bool wanted =
+        !remote_.empty() && !closed_ && !failed_ && !paused() && (!settled_ || unproved() || !waiting_works_.empty());
     if (state_ == State::down && wanted && now >= retry_at_) connect(now, news);
     return state_ == State::down ? wanted && !closed_ && !failed_
                                  : state_ != State::up || !requested_.empty() || !waiting_works_.empty();
@@ -159,6 +160,7 @@ bool HixlEndpoint::step(uint64_t now, HixlNews &news) {
 void HixlEndpoint::connect(uint64_t now, HixlNews &news) {
     covered_here_ = agent.generation();
     covered_there_ = peer_generation_;
+    connect_at_ = now;
     if (connect_until_ == 0) {
         connect_until_ = now + static_cast<uint64_t>(agent.settings().connect_ms) * 1'000'000;
     }
@@ -198,6 +200,7 @@ void HixlEndpoint::look_connecting(uint64_t now, HixlNews &news) {
     attempts_ = 0;
     connect_until_ = 0;
     counted_ = true;
+    agent.proved(covered_here_);
     hixl_stats().connections.fetch_add(1, std::memory_order_relaxed);
     if (std::exchange(settled_, true)) return;
     news.settled = true;
@@ -205,6 +208,12 @@ void HixlEndpoint::look_connecting(uint64_t now, HixlNews &news) {
 }
 
 void HixlEndpoint::connect_failed(const std::string &why, uint64_t now, HixlNews &news) {
+    // One that takes its whole time says nothing of memory.
+    const uint64_t limit = static_cast<uint64_t>(agent.settings().connect_ms) * 1'000'000;
+    if (now - connect_at_ < limit / 2 && agent.blame_memory()) {
+        retry_at_ = now + kRetryNs / 10;
+        return;
+    }
     const std::string said = "HIXL cannot connect to " + remote_ + ": " + why;
     if (!settled_) {
         give_up(said, true, news);
@@ -301,9 +310,20 @@ void HixlEndpoint::pump(HixlNews &news) {
     }
 }
 
+// Whether host memory waits for a connection that reaches it.
+bool HixlEndpoint::unproved() const {
+    return useful() && agent.to_prove() > covered_here_;
+}
+
 // Hands the first waiting batch to HIXL, and takes it out of the list. False: HIXL takes no more just now.
 bool HixlEndpoint::submit(Work &work, HixlNews &news) {
     const adt_batch_t &batch = *work.batch;
+    if (work.memory->refused.load(std::memory_order_relaxed)) {
+        news.reason = "HIXL does not connect with this host memory: over RoCE it must be of aclrtMallocHost";
+        news.done.push_back({work.batch, ADT_ERR_UNSUPPORTED, 0});
+        waiting_works_.pop_front();
+        return true;
+    }
     const auto &there = *reinterpret_cast<const HixlRemote *>(batch.remote);
     pieces_.clear();
     for (uint32_t i = 0; i < batch.count; ++i) {

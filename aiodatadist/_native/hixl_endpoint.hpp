@@ -90,11 +90,14 @@ class HixlEndpoint : Counted<Live::hixl_endpoint> {
     void release(uint64_t serial, HixlNews &news);
     bool down() const { return state_ == State::down; }
     bool closed() const { return closed_; }
+    // Has connected before, and will again.
+    bool useful() const { return settled_ && !failed_ && !closed_; }
 
   private:
     // A batch, and the request that moves it.
     struct Work {
         adt_batch_t *batch;
+        const HixlMemory *memory;
         uint64_t needs_here;  // generations of memory that its connection must reach
         uint64_t needs_there;
         void *request = nullptr;
@@ -107,6 +110,7 @@ class HixlEndpoint : Counted<Live::hixl_endpoint> {
     bool paused() const { return !peer_pauses_.empty() || !own_pauses_.empty(); }
     bool must_end() const { return closed_ || failed_ || paused() || force_; }
     bool covered(const Work &work) const;
+    bool unproved() const;
     void connect(uint64_t now, HixlNews &news);
     void look_connecting(uint64_t now, HixlNews &news);
     void look_disconnecting(uint64_t now, HixlNews &news);
@@ -128,6 +132,7 @@ class HixlEndpoint : Counted<Live::hixl_endpoint> {
     uint64_t drain_until_ = 0;
     uint64_t retry_at_ = 0;
     uint32_t attempts_ = 0;
+    uint64_t connect_at_ = 0;
     uint64_t connect_until_ = 0;  // how long HIXL may have no room for a connection
     bool settled_ = false;
     bool failed_ = false;  // never of use, or no more

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "hixl_memory.hpp"
 
+#include <algorithm>
 #include <cinttypes>
 #include <cstdio>
 #include <cstring>
@@ -117,7 +118,14 @@ void HixlRegistry::check(const HixlRange &range, int32_t type) const {
 
 void HixlRegistry::take(HixlMemory &memory) {
     const int32_t type = memory.placement == ADT_PLACEMENT_DEVICE ? ADT_HIXL_MEM_DEVICE : ADT_HIXL_MEM_HOST;
-    for (const HixlRange &range : memory.ranges) check(range, type);
+    for (const HixlRange &range : memory.ranges) {
+        check(range, type);
+        const auto found = entries_.find(range.address);
+        if (found != entries_.end() && found->second.refused) {
+            throw HixlError{ADT_ERR_UNSUPPORTED, "HIXL does not connect with " + words_of(range) + " of host memory"};
+        }
+    }
+    std::vector<HixlRange> taken;
     size_t added = 0;
     for (const HixlRange &range : memory.ranges) added += entries_.count(range.address) == 0 ? 1 : 0;
     if (entries_.size() + added > kMostRegistrations) {
@@ -126,7 +134,6 @@ void HixlRegistry::take(HixlMemory &memory) {
                             " more would exceed " + std::to_string(kMostRegistrations) +
                             " of one HIXL engine: unregister caches, or use fewer and larger tensors"};
     }
-    HixlMemory taken;
     for (const HixlRange &range : memory.ranges) {
         const auto found = entries_.find(range.address);
         if (found != entries_.end()) {
@@ -135,54 +142,92 @@ void HixlRegistry::take(HixlMemory &memory) {
             void *handle = nullptr;
             const uint32_t status = api_.register_mem(engine_, range.address, range.bytes, type, &handle);
             if (status != ADT_HIXL_SUCCESS) {
-                std::vector<HixlRange> unused = give(taken);
+                std::vector<HixlRange> unused = count_out(taken);
                 deregister(unused);
                 throw HixlError{status == ADT_HIXL_RESOURCE_EXHAUSTED ? ADT_ERR_NO_MEMORY : ADT_ERR_IO,
                                 "HIXL refuses " + words_of(range) + " of " +
                                     (type == ADT_HIXL_MEM_DEVICE ? "device" : "host") +
                                     " memory: " + hixl_status_words(status)};
             }
-            entries_.emplace(range.address, Entry{range.bytes, type, handle, 1});
-            ++generation_;
+            entries_.emplace(range.address, Entry{range.bytes, type, handle, 1, ++generation_});
             hixl_stats().registrations.fetch_add(1, std::memory_order_relaxed);
             hixl_stats().registered_bytes.fetch_add(range.bytes, std::memory_order_relaxed);
         }
-        taken.ranges.push_back(range);
+        taken.push_back(range);
     }
     memory.generation = generation_;
+    taken_.insert(&memory);
 }
 
-std::vector<HixlRange> HixlRegistry::give(const HixlMemory &memory) {
+std::vector<HixlRange> HixlRegistry::give(HixlMemory &memory) {
+    taken_.erase(&memory);
+    return count_out(memory.ranges);
+}
+
+std::vector<HixlRange> HixlRegistry::count_out(const std::vector<HixlRange> &ranges) {
     std::vector<HixlRange> unused;
-    for (const HixlRange &range : memory.ranges) {
+    for (const HixlRange &range : ranges) {
         const auto found = entries_.find(range.address);
-        if (found != entries_.end() && --found->second.users == 0) unused.push_back(range);
+        if (found == entries_.end() || --found->second.users > 0) continue;
+        if (found->second.handle == nullptr) {
+            entries_.erase(found);
+        } else {
+            unused.push_back(range);
+        }
     }
     return unused;
+}
+
+bool HixlRegistry::unproved(const Entry &entry) const {
+    return entry.type == ADT_HIXL_MEM_HOST && !entry.refused && entry.generation > proven_;
+}
+
+bool HixlRegistry::unproved(const HixlMemory &memory) const {
+    return std::any_of(memory.ranges.begin(), memory.ranges.end(), [this](const HixlRange &range) {
+        const auto found = entries_.find(range.address);
+        return found != entries_.end() && unproved(found->second);
+    });
+}
+
+std::vector<HixlRange> HixlRegistry::refuse_unproved() {
+    std::vector<HixlRange> refused;
+    for (HixlMemory *const memory : taken_) {
+        if (unproved(*memory)) memory->refused.store(true, std::memory_order_release);
+    }
+    for (auto &[address, entry] : entries_) {
+        if (!unproved(entry)) continue;
+        entry.refused = true;
+        refused.push_back({address, entry.bytes});
+    }
+    return refused;
 }
 
 void HixlRegistry::deregister(std::vector<HixlRange> &ranges) {
     std::vector<HixlRange> refused;
     for (const HixlRange &range : ranges) {
         const auto found = entries_.find(range.address);
-        if (found == entries_.end() || found->second.users > 0) continue;  // taken anew meanwhile
+        if (found == entries_.end() || found->second.handle == nullptr) continue;
+        if (found->second.users > 0 && !found->second.refused) continue;  // taken anew meanwhile
         if (api_.deregister_mem(engine_, found->second.handle) != ADT_HIXL_SUCCESS) {
             refused.push_back(range);
             continue;
         }
         hixl_stats().registrations.fetch_sub(1, std::memory_order_relaxed);
         hixl_stats().registered_bytes.fetch_sub(found->second.bytes, std::memory_order_relaxed);
-        entries_.erase(found);
+        found->second.handle = nullptr;
+        if (found->second.users == 0) entries_.erase(found);
     }
     ranges.swap(refused);
 }
 
 void HixlRegistry::forget() {
     for (const auto &[address, entry] : entries_) {
+        if (entry.handle == nullptr) continue;
         hixl_stats().registrations.fetch_sub(1, std::memory_order_relaxed);
         hixl_stats().registered_bytes.fetch_sub(entry.bytes, std::memory_order_relaxed);
     }
     entries_.clear();
+    taken_.clear();
 }
 
 }  // namespace adt

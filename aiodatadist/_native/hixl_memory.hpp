@@ -5,10 +5,13 @@
 // where a cache's tensors lie, and when they were registered.
 #pragma once
 
+#include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -37,6 +40,7 @@ struct HixlMemory : Counted<Live::hixl_memory> {
     uint32_t placement = 0;
     uint64_t generation = 0;  // of the engine's memory when all of this was registered
     std::vector<HixlRange> ranges;
+    std::atomic<bool> refused{false};  // HIXL does not connect with it, and lets go of it
 };
 
 // A peer's cache.
@@ -65,9 +69,15 @@ class HixlRegistry {
     // Registers all ranges of a cache, or none. Throws HixlError, which names the range and the limit.
     void take(HixlMemory &memory);
     // Counts the cache's ranges out and returns those that nobody uses any more, which HIXL still has.
-    std::vector<HixlRange> give(const HixlMemory &memory);
+    std::vector<HixlRange> give(HixlMemory &memory);
     // Has HIXL let go of ranges that `give` returned; those that it refused to stay in the list.
     void deregister(std::vector<HixlRange> &ranges);
+    // A connection was made when memory was of this generation: HIXL bears all of it.
+    void proved(uint64_t generation) { proven_ = std::max(proven_, generation); }
+    // Whether no connection has borne all of a cache's host memory yet.
+    bool unproved(const HixlMemory &memory) const;
+    // Marks all host memory that no connection has borne as refused, and returns it, to be deregistered.
+    std::vector<HixlRange> refuse_unproved();
     // Grows with each registration.
     uint64_t generation() const { return generation_; }
     // The engine is gone, and all registrations with it.
@@ -77,16 +87,22 @@ class HixlRegistry {
     struct Entry {
         uint64_t bytes;
         int32_t type;
-        void *handle;
+        void *handle;  // null: HIXL has let go of it, because it refused it
         uint32_t users;
+        uint64_t generation;
+        bool refused = false;
     };
     void check(const HixlRange &range, int32_t type) const;
+    bool unproved(const Entry &entry) const;
+    std::vector<HixlRange> count_out(const std::vector<HixlRange> &ranges);
 
     const adt_hixl_api_t &api_;
     void *const engine_;
     const uint64_t alignment_;
     uint64_t generation_ = 0;
+    uint64_t proven_ = 0;
     std::map<uintptr_t, Entry> entries_;
+    std::set<HixlMemory *> taken_;
 };
 
 }  // namespace adt

@@ -164,6 +164,8 @@ adt_status_t Engine::register_cache(const std::shared_ptr<Node> &node, const adt
             cache->registered[i] = true;
             continue;
         }
+        // The others serve it, and peers get no key for this one.
+        if (status == ADT_ERR_UNSUPPORTED && t.ops == &kHixlOps && memory.placement == ADT_PLACEMENT_HOST) continue;
         error = std::string(t.ops->name) + ": " + last_error(i);
         deregister(*cache, nullptr, {});
         return status;

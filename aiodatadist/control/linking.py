@@ -188,7 +188,6 @@ class SelfLink(Link):
         self.cluster_id = own.cluster_id
         self.state = LinkState.READY
         self.epoch = epoch
-        self.path = LinkPath("self")
         self.role = own.role
         self.peer_listens_at = own.listen
         self.table = {}
@@ -197,6 +196,11 @@ class SelfLink(Link):
         self.notify_max_bytes = 0
         self._counters = Counters()
         self._own = own
+
+    @property
+    def path(self) -> LinkPath:
+        """Nothing of it moves anything."""
+        return LinkPath("self")
 
     def _tell_changes(self) -> None:
         self.role, self.peer_listens_at = self._own.role, self._own.listen

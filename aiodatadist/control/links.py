@@ -35,7 +35,17 @@ from ..types import CacheAnnounced, CacheGone, Event, LinkPath, LinkState, Notif
 from . import wire
 from .handshake import refusal_error
 from .peers import NativePeer, NativePeers
-from .table import Delta, LocalRecord, LocalTable, RemoteEntry, RemoteKey, RemoteTable, wire_geometry, wire_slots
+from .table import (
+    DEVICE_TRANSPORTS,
+    Delta,
+    LocalRecord,
+    LocalTable,
+    RemoteEntry,
+    RemoteKey,
+    RemoteTable,
+    wire_geometry,
+    wire_slots,
+)
 from .waiting import Waiting
 
 if TYPE_CHECKING:
@@ -51,6 +61,8 @@ _log = get_logger()
 
 _SETTLING: Final = ("verbs", "hixl")
 """Transports of which it is known only after the handshake whether they move bytes on a link."""
+
+_REFUSED: Final = "HIXL does not connect with it; over RoCE it must be of aclrtMallocHost"
 
 _UNSENT_MOST: Final = 256 * 1024
 """Bytes of control messages that wait for room before nothing more is put in front of them."""
@@ -122,7 +134,7 @@ class Link:
         self.cluster_id = peer.cluster_id
         self.state = LinkState.LINKING
         self.epoch = epoch
-        self.path: LinkPath = session.path(owner.own)
+        self._path = session.path(owner.own)
         self.role = _role(peer.role)
         self.peer_listens_at = tuple(peer.listen)
         self.error: DataDistError | None = None
@@ -255,6 +267,18 @@ class Link:
     def _peer_lost(self, error: DataDistError, orderly: bool) -> None:
         self._end(error, LinkState.CLOSED if orderly else LinkState.BROKEN)
 
+    @property
+    def path(self) -> LinkPath:
+        """Which transports move which memory of this link, and why no others."""
+        if "hixl" not in self._session.transports or not self._owner.node.hixl_refused():
+            return self._path
+        others = [name for name in self._session.transports if name not in DEVICE_TRANSPORTS]
+        return LinkPath(
+            self._path.transport,
+            {**self._path.memory, "refused by hixl": others[0] if others else "none"},
+            {**self._path.reasons, "hixl for some host memory": _REFUSED},
+        )
+
     async def _until_ready(self) -> None:
         """Wait until the link is ready. Raises why it is not, if it ended instead."""
         while self.state is LinkState.LINKING:
@@ -332,7 +356,7 @@ class Link:
             name, reason = next(iter(self._session.dropped.items()))
             self._end(TransportUnavailable(transport=name, reason=reason))
             return
-        self.path = self._session.path(self._owner.own)
+        self._path = self._session.path(self._owner.own)
         self._wake.set()
 
     # Reading. -----------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from .. import _core
+    from ..registry import Cache
     from .links import Link
 
 __all__ = [
@@ -305,6 +306,8 @@ class RemoteEntry:
         None where no transport of the link reaches the memory; `error` says why. For host memory of this side.
     native_device : _core.RemoteCache or None
         The same for an NPU's memory of this side, which fewer transports bring together with the peer's.
+    native_refused : _core.RemoteCache or None
+        The same for host memory of this side that HIXL refuses.
     error : DataDistError or None
     pairs : dict
         By local cache id; kept by the cache manager, emptied when the entry ends.
@@ -328,6 +331,7 @@ class RemoteEntry:
         "link",
         "native",
         "native_device",
+        "native_refused",
         "pairs",
         "slots",
     )
@@ -342,6 +346,7 @@ class RemoteEntry:
         self.access = access
         self.native: _core.RemoteCache | None = None
         self.native_device: _core.RemoteCache | None = None
+        self.native_refused: _core.RemoteCache | None = None
         self.error: DataDistError | None = None
         self.pairs: dict[int, Any] = {}
         self.slots: dict[int, CacheKey] = {}
@@ -352,13 +357,17 @@ class RemoteEntry:
         reached = self.native.path if self.native is not None else f"unreachable: {self.error}"
         return f"<RemoteEntry cache {self.cache_id} key={self.key} access={self.access} {reached}>"
 
-    def native_for(self, placement: Placement) -> _core.RemoteCache | None:
-        """Return what reaches the peer's cache from local memory of a kind."""
-        return self.native if placement is Placement.HOST else self.native_device
+    def native_for(self, cache: Cache) -> _core.RemoteCache | None:
+        """Return what reaches the peer's cache from a local one."""
+        if cache.placement is not Placement.HOST:
+            return self.native_device
+        if self.native is None or self.native.transport not in DEVICE_TRANSPORTS or cache._native is None:
+            return self.native  # of a cache that is not registered yet it is asked again when it is
+        return self.native if cache._native.served_by(self.native.transport) else self.native_refused
 
     def _end(self) -> None:
         self.pairs.clear()
-        for native in (self.native, self.native_device):
+        for native in (self.native, self.native_device, self.native_refused):
             if native is not None:
                 native.release()
 
@@ -474,7 +483,8 @@ class RemoteTable:
         except DataDistError as why:
             # One cache out of reach is no reason to lose the others: whoever uses it gets the error.
             entry.error = why
-        entry.native_device = self._import_for_device(entry, shape, keys)
+        entry.native_device = self._import_also(entry, shape, keys, device=True)
+        entry.native_refused = self._import_also(entry, shape, keys, device=False)
         self._entries[cache_id] = entry
         self._addresses += len(entry.addresses)
         self._places = None
@@ -489,20 +499,21 @@ class RemoteTable:
                     _wake(self._wanted.get(name, ()))
         return entry
 
-    def _import_for_device(
-        self, entry: RemoteEntry, shape: tuple[int, int, int, int], keys: ImportKeys
+    def _import_also(
+        self, entry: RemoteEntry, shape: tuple[int, int, int, int], keys: ImportKeys, *, device: bool
     ) -> _core.RemoteCache | None:
-        """Reach a peer's cache for memory of an NPU here; None where that cannot be."""
-        reaching = [key for key in keys if key[0] in DEVICE_TRANSPORTS]
+        """Reach a peer's cache for memory of an NPU here, or for what HIXL refuses; None where that cannot be."""
+        reaching = [key for key in keys if (key[0] in DEVICE_TRANSPORTS) is device]
         if not reaching or entry.native is None:
             return None
-        if entry.native.transport in DEVICE_TRANSPORTS:
+        if (entry.native.transport in DEVICE_TRANSPORTS) is device:
             return entry.native
         try:
             return self._import(entry.cache_id, shape, reaching)
         except DataDistError as why:
             _log.warning(
-                "a cache of the peer cannot be reached from an NPU's memory",
+                "a cache of the peer cannot be reached from some memory here",
+                device=device,
                 cluster_id=self._cluster_id,
                 cache_id=entry.cache_id,
                 error=str(why),

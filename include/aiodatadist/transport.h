@@ -257,10 +257,11 @@ typedef struct adt_transport_ops {
     adt_status_t (*open)(const adt_open_params_t *params, adt_transport_h *out);
     void (*close)(adt_transport_h transport); /* joins its threads; every endpoint is disconnected before */
 
+    /* ADT_ERR_UNSUPPORTED from a transport that reaches devices: host memory that others are to serve. */
     adt_status_t (*reg_mem)(adt_transport_h transport, const adt_memory_t *memory, adt_mem_h *out);
     /* ADT_OK: gone. ADT_PENDING: host->mem_gone(token) follows. Nothing finds the registration any more either way. */
     adt_status_t (*dereg_mem)(adt_transport_h transport, adt_mem_h mem, void *token);
-    /* Writes at most `capacity` bytes; `*size` is what the key needs. */
+    /* Writes at most `capacity` bytes; `*size` is what the key needs. ADT_ERR_UNSUPPORTED: it is served no more. */
     adt_status_t (*export_key)(adt_transport_h transport, adt_mem_h mem, void *buffer, size_t capacity, size_t *size);
     /* `key->fd` is borrowed for the call. */
     adt_status_t (*import_key)(adt_transport_h transport, adt_endpoint_h endpoint, uint64_t cache_id,
