@@ -33,7 +33,7 @@ COUNTERS = ("registrations", "connects", "disconnects", "requests", "queries", "
 WARNINGS = ["-Wall", "-Wextra", "-Wconversion", "-Werror"]
 # The other ABI of std::string than the library is built with: what is published must not depend on it.
 FLAGS = ["-std=c++17", "-O1", "-g1", "-pthread", *WARNINGS]
-if "TSAN_OPTIONS" in os.environ:
+if "libtsan" in os.environ.get("LD_PRELOAD", ""):
     # The thread sanitizer sees locks and counters of shared strings only in what is compiled for it.
     FLAGS += ["-fsanitize=thread", "-D_GLIBCXX_EXTERN_TEMPLATE=0"]
 SHARED = ["-fPIC", "-shared", "-fvisibility=hidden", "-D_GLIBCXX_USE_CXX11_ABI=0", "-Wl,-z,defs", "-Wl,-rpath,$ORIGIN"]
