@@ -82,11 +82,15 @@ class Fetcher:
         target = reserved.blocks[: len(ticket.blocks)]
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout
+
+        def left() -> float:
+            return max(deadline - loop.time(), 0.001)
+
         adopted = False
         try:
             with transfer_errors(ticket.request_id):
                 await self._dd.link(adt.ClusterInfo(owner.cluster_id, owner.listen), timeout=self._timeout)
-                await self._dd.adopt_lease(owner.cluster_id, ticket.lease)
+                await self._dd.adopt_lease(owner.cluster_id, ticket.lease, timeout=left())
                 adopted = True
                 began = time.perf_counter()
                 await self._dd.cache_manager.pull_blocks(
@@ -94,12 +98,12 @@ class Fetcher:
                     unit.cache,
                     ticket.blocks,
                     target,
-                    timeout=max(deadline - loop.time(), 0.001),
+                    timeout=left(),
                 )
                 self._metrics.moved("pull", len(target) * unit.engine.layout.block_bytes, time.perf_counter() - began)
                 # False: the lease had ended, so the blocks may have held something else by the time they were read.
                 adopted = False
-                if not await self._dd.release_lease(owner.cluster_id, ticket.lease):
+                if not await self._dd.release_lease(owner.cluster_id, ticket.lease, timeout=left()):
                     raise ServeError(
                         "ticket_gone", f"the lease of {ticket.request_id} ended before its blocks were here"
                     )
