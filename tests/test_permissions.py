@@ -210,7 +210,7 @@ class Refusing:
         self._node = node
         self._error = error
 
-    def register_cache(self, *arguments: Any) -> None:
+    def register_cache(self, *arguments: Any, **more: Any) -> None:
         raise self._error
 
     def __getattr__(self, name: str) -> Any:
