@@ -550,7 +550,8 @@ bool Engine::hold_back(Op &op) {
 }
 
 // The last of a cache's writes that were ended by force has left the wire.
-void Engine::release_held(Peer &peer, uint64_t cache) {
+std::vector<Lane *> Engine::release_held(Peer &peer, uint64_t cache) {
+    std::vector<Lane *> lanes;
     const auto kept = std::stable_partition(peer.held.begin(), peer.held.end(),
                                             [cache](const Op *op) { return op->remote->id != cache; });
     for (auto at = kept; at != peer.held.end(); ++at) {
@@ -559,8 +560,10 @@ void Engine::release_held(Peer &peer, uint64_t cache) {
         op.held = false;
         op.place = lane.ready.insert(lane.ready.end(), &op);
         op.queued = true;
+        if (std::find(lanes.begin(), lanes.end(), &lane) == lanes.end()) lanes.push_back(&lane);
     }
     peer.held.erase(kept, peer.held.end());
+    return lanes;
 }
 
 SubmitResult Engine::execute_inline(const TransferRequest &request, uint64_t bytes, const std::vector<Run> &runs) {
@@ -755,6 +758,8 @@ void Engine::complete_batch(Section &s, const adt_completion_t &completion) {
         return;
     }
     Lane &lane = lane_of(op);
+    std::vector<Lane *> released;
+    const auto peer_kept = op.peer;  // `released` are its lanes, and the operation may end here
     --op.inflight;
     --lane.inflight;
     if (batch->beside_model) --lane.beside_model;
@@ -764,7 +769,7 @@ void Engine::complete_batch(Section &s, const adt_completion_t &completion) {
         const uint64_t cache = op.remote->id;
         if (op.opcode == ADT_WRITE && --peer.leftovers[cache] == 0) {
             peer.leftovers.erase(cache);
-            release_held(peer, cache);
+            released = release_held(peer, cache);
         }
     }
     if (completion.status == ADT_OK) {
@@ -781,6 +786,8 @@ void Engine::complete_batch(Section &s, const adt_completion_t &completion) {
         settle(s, op);
     }
     pump(s, lane);
+    // A short operation waits in another lane than the long one that held it up, and the other way round.
+    for (Lane *other : released) pump(s, *other);
 }
 
 void Engine::poll_transport(unsigned index) {

@@ -638,7 +638,7 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
     void report(Section &s, Op &op);
     void retire(Section &s, Op &op);
     static bool hold_back(Op &op);
-    void release_held(Peer &peer, uint64_t cache);
+    std::vector<Lane *> release_held(Peer &peer, uint64_t cache);
     Batch *take_batch();
     void give_batch(Batch *batch);
     void poll_transport(unsigned index);
