@@ -759,7 +759,7 @@ void Engine::complete_batch(Section &s, const adt_completion_t &completion) {
     }
     Lane &lane = lane_of(op);
     std::vector<Lane *> released;
-    const auto peer_kept = op.peer;  // `released` are its lanes, and the operation may end here
+    std::shared_ptr<Peer> keeper;  // of those lanes: the operation may end here
     --op.inflight;
     --lane.inflight;
     if (batch->beside_model) --lane.beside_model;
@@ -770,6 +770,7 @@ void Engine::complete_batch(Section &s, const adt_completion_t &completion) {
         if (op.opcode == ADT_WRITE && --peer.leftovers[cache] == 0) {
             peer.leftovers.erase(cache);
             released = release_held(peer, cache);
+            keeper = op.peer;
         }
     }
     if (completion.status == ADT_OK) {
