@@ -22,7 +22,13 @@ from .serve_local import inner_cluster
 from .test_serve import client, complete, wait_for
 from .waiting import reserved_address
 
-RDMA = [name for name, usable, _ in _core.probe_transports() if name in ("verbs", "hixl") and usable][:1]
+
+def has_rdma(monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
+    """Let this transport for RDMA be the one that can be used, whatever is on the machine or loaded by other tests."""
+    found = [(each, each == name, f"{each} was looked for") for each in ("tcp", "verbs")]
+    monkeypatch.setattr(_core, "probe_transports", lambda: found)
+    engine = object() if name == "hixl" else None
+    monkeypatch.setattr(serve_fastdeploy, "open_engine", lambda *_: (engine, "hixl was looked for"))
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -53,7 +59,6 @@ def test_the_role_is_a_flag(role: str) -> None:
         ("tcp,ipc", ("tcp", "shm")),
         ("ipc,ipc", ("shm",)),
         ("", ("tcp",)),
-        ("rdma,ipc", (*RDMA, "shm")),
     ],
 )
 def test_protocols_are_transports(listed: str, transports: tuple[str, ...]) -> None:
@@ -61,12 +66,19 @@ def test_protocols_are_transports(listed: str, transports: tuple[str, ...]) -> N
     assert worker().transports == ("shm", "tcp")
 
 
-@pytest.mark.skipif(bool(RDMA), reason="there is RDMA here")
-def test_rdma_alone_needs_rdma(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["verbs", "hixl"])
+def test_rdma_is_the_transport_that_can_be_used(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    has_rdma(monkeypatch, name)
+    assert worker("--cache-transfer-protocol", "rdma").transports == (name,)
+    assert worker("--cache-transfer-protocol", "rdma,ipc").transports == (name, "shm")
+
+
+def test_rdma_alone_needs_rdma(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    has_rdma(monkeypatch, None)
     with pytest.raises(SystemExit):
         worker("--cache-transfer-protocol", "rdma")
-    assert "rdma cannot be used here (verbs: " in capsys.readouterr().err
-    worker("--cache-transfer-protocol", "rdma,ipc")
+    assert "rdma cannot be used here (verbs: verbs was looked for; hixl: " in capsys.readouterr().err
+    assert worker("--cache-transfer-protocol", "rdma,ipc").transports == ("shm",)
     assert "the other protocols are" in capsys.readouterr().err
 
 

@@ -15,6 +15,7 @@ pytest.importorskip("aiohttp", reason="serving needs aiohttp")
 pytest.importorskip("prometheus_client", reason="serving needs prometheus-client")
 
 import aiodatadist as adt
+from aiodatadist import _hixl
 from aiodatadist.serve import pushing
 from aiodatadist.serve.background import Tasks, beside, forever
 from aiodatadist.serve.config import HealthLimits, RouterConfig, Timeouts, WorkerConfig
@@ -342,7 +343,9 @@ async def test_workers_that_know_one_hand_over_serve_a_router_of_both() -> None:
     assert all(each.mode == "pull" for each in found)  # type: ignore[attr-defined]
 
 
-async def test_a_worker_says_of_its_transports_those_that_work_here() -> None:
+async def test_a_worker_says_of_its_transports_those_that_work_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where another test has loaded the libraries of HIXL, they are there until the process ends.
+    monkeypatch.setattr(_hixl, "open_engine", lambda *_: (None, "no HIXL"))
     config = WorkerConfig(role="decode", num_blocks=8, transports=("hixl", "tcp"))
     async with worker(config) as here:
         assert here.registration().transports == ["tcp"]
