@@ -108,15 +108,6 @@ const Kernel &kernel() {
 
 thread_local const CopyPool *copying_for = nullptr;  // the pool of this thread
 
-// A thread that posts a batch wakes a copy thread. Where no core is idle, the kernel would let the one that wakes take
-// the core of the one that posts, in the middle of its call: a model's thread, which records a layer. Under this policy
-// it waits for its turn, with the same share of time. A policy that somebody chose for the process is kept, and where
-// the kernel refuses only that turn comes too early.
-void yield_to_whoever_posts() {
-    const sched_param none{};
-    if (sched_getscheduler(0) == SCHED_OTHER) sched_setscheduler(0, SCHED_BATCH, &none);
-}
-
 // Moves this thread to another processor if it runs on this one. The kernel wakes a thread where it last ran, or beside
 // the one that wakes it, if no processor is idle at that moment; and then it may stay there, sharing with a model that
 // computes, while another idles (measured: up to a third of all layers, 0.5 ms each).
@@ -152,7 +143,7 @@ CopyPool::CopyPool(unsigned threads, Run run) : run_(std::move(run)) {
     try {
         for (unsigned i = 0; i < threads; ++i) {
             threads_.push_back(start_thread("adt-copy", [this] {
-                yield_to_whoever_posts();
+                yield_to_whoever_wakes();
                 work();
             }));
         }

@@ -55,9 +55,10 @@ namespace {
 // bytes.
 constexpr uint64_t kShortBytes = 64 * 1024;
 constexpr std::chrono::milliseconds kLastGoodbyes{200};
-constexpr size_t kCrowded = 65536;  // events that wait for one loop
-constexpr size_t kSpare = 64;       // batches kept for the next transfer
-constexpr size_t kSpareRuns = 8;    // lists of runs, of at most so many:
+constexpr size_t kCrowded = 65536;    // events that wait for one loop
+constexpr size_t kSpare = 64;         // batches kept for the next transfer
+constexpr size_t kLongChunks = 2048;  // of an operation: beyond, another thread posts its first batches
+constexpr size_t kSpareRuns = 8;      // lists of runs, of at most so many:
 constexpr size_t kMostSpareRuns = 65536;
 
 // Cores that this process may run on.
@@ -284,6 +285,7 @@ void Engine::kick() {
 }
 
 void Engine::run() {
+    yield_to_whoever_wakes();  // a loop that starts a long transfer
     for (;;) {
         const int timeout = wait_ms();
         {
@@ -317,6 +319,7 @@ void Engine::progress_once(int timeout_ms) {
             case Ready::kick: {
                 uint64_t count = 0;
                 [[maybe_unused]] const ssize_t got = ::read(kick_.get(), &count, sizeof(count));
+                pump_starting();
                 break;
             }
             case Ready::transport:
@@ -493,7 +496,7 @@ SubmitResult Engine::submit(const TransferRequest &request) {
     if (op.exhausted) {
         settle(s, op);
     } else {
-        enqueue(s, op);
+        enqueue(s, op, runs_long(op));
     }
     return result;
 }
@@ -531,13 +534,34 @@ Op &Engine::admit(const TransferRequest &request, uint64_t bytes, std::vector<Ru
     return op;
 }
 
-// Has an operation with something to cut wait for its turns; it may be gone afterwards.
-void Engine::enqueue(Section &s, Op &op) {
+// Whether cutting an operation's first batches, and waking a thread for each, would take the loop's thread longer than
+// having the progress thread do it.
+bool Engine::runs_long(const Op &op) const {
+    return !options_.stepped && op.runs.size() * op.num_tensors > kLongChunks;
+}
+
+// Has an operation with something to cut wait for its turns; it may be gone afterwards. `later`: the progress thread
+// posts its first batches.
+void Engine::enqueue(Section &s, Op &op, bool later) {
     if (op.queued || op.held || hold_back(op)) return;
     Lane &lane = lane_of(op);
     op.place = lane.ready.insert(lane.ready.end(), &op);
     op.queued = true;
-    pump(s, lane);
+    if (!later) {
+        pump(s, lane);
+    } else if (lane.inflight < lane.depth) {
+        starting_.push_back(op.id);
+        s.defer([this] { kick(); });
+    }
+}
+
+void Engine::pump_starting() {
+    Section s(*this);
+    for (const uint64_t id : starting_) {
+        const auto found = ops_.find(id);
+        if (found != ops_.end() && found->second->queued) pump(s, lane_of(*found->second));
+    }
+    starting_.clear();
 }
 
 // A write that was ended by force still has a frame on the wire, which fills the owner's blocks to its end. One that

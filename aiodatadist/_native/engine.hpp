@@ -629,7 +629,9 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
     Lane &lane_of(const Op &op);
     static bool is_short(const Op &op);
     Op &admit(const TransferRequest &request, uint64_t bytes, std::vector<Run> &runs);
-    void enqueue(Section &s, Op &op);
+    bool runs_long(const Op &op) const;
+    void enqueue(Section &s, Op &op, bool later = false);
+    void pump_starting();
     bool cut(Op &op, Batch &batch);
     void pump(Section &s, Lane &lane);
     void complete_batch(Section &s, const adt_completion_t &completion);
@@ -742,6 +744,7 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
     std::unordered_map<uint64_t, std::unique_ptr<Op>> ops_;
     std::vector<std::unique_ptr<Batch>> spare_batches_;
     std::vector<std::vector<Run>> spare_runs_;
+    std::vector<uint64_t> starting_;  // operations whose first batches the progress thread posts
     std::unordered_map<uint64_t, std::shared_ptr<Peer>> peers_;
     std::unordered_map<uint64_t, std::shared_ptr<Node>> nodes_;
     std::unordered_map<uint64_t, std::unique_ptr<Lease>> leases_;

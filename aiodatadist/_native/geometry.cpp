@@ -12,6 +12,8 @@ namespace {
 // The peer names the number of its blocks: beyond this, one bit a block is more memory than anybody means to spend.
 constexpr uint64_t kMostBits = uint64_t{1} << 26;
 
+constexpr size_t kAhead = 40;  // runs that are fetched before they are written
+
 // One bit a block. Kept by the thread, and cleared by walking the list again, so that a short list into a huge cache
 // stays cheap.
 class Marks {
@@ -39,6 +41,7 @@ class Marks {
         }
         return count;
     }
+    uint64_t *words() { return bits_.data(); }
     void clear(const int64_t *list, size_t count) {
         const size_t words = (blocks_ + 63) / 64;
         if (words <= count) {
@@ -68,6 +71,11 @@ BlockFault find_repeat(const int64_t *list, size_t count) {
         if (list[order[i]] == list[order[i - 1]]) first = std::min(first, order[i]);
     }
     return first == count ? BlockFault{} : BlockFault{BlockFault::duplicate, first, list[first]};
+}
+
+// A list in rising order repeats nothing.
+bool rises(const int64_t *list, size_t count) {
+    return std::adjacent_find(list, list + count, std::greater_equal<>()) == list + count;
 }
 
 // A slot must lie in its cache, and hold what is to be moved.
@@ -113,13 +121,10 @@ BlockFault check(const Selection &local, const Selection &remote, size_t count, 
             }
         }
     }
-    // One bit a destination block finds repeats in O(blocks); a list in rising order needs none of it.
+    // One bit a destination block finds repeats in O(blocks).
     const Selection &into = local_is_destination ? local : remote;
     const int64_t *destination = into.blocks;
-    if (into.is_slot ||
-        std::adjacent_find(destination, destination + count, std::greater_equal<>()) == destination + count) {
-        return {};
-    }
+    if (into.is_slot || rises(destination, count)) return {};
     const uint64_t blocks = local_is_destination ? local_blocks : remote_blocks;
     if (blocks > kMostBits) return find_repeat(destination, count);
     Marks seen(blocks);
@@ -184,24 +189,64 @@ uint64_t bytes_a_tensor(const Selection &local, const Selection &remote, size_t 
 
 namespace {
 
-// Runs of two lists of blocks. Written by place: `out` keeps what it had for this, and appending costs as much again.
-void pair_blocks(const int64_t *local, const int64_t *remote, size_t count, const adt_geometry_t &local_geometry,
-                 const adt_geometry_t &remote_geometry, bool merge, std::vector<Run> &out) {
-    out.resize(count);
-    Run *const runs = out.data();
+// Makes runs of two lists of blocks, up to the first that lies outside or is marked already; returns the place of that.
+// In one pass, because each takes as long as all checks together. `marks`, unless null, are those of `into`.
+// Written by place: `out` keeps what it had for this, and appending costs as much again.
+size_t pair_blocks(const int64_t *local, const int64_t *remote, size_t count, const adt_geometry_t &local_geometry,
+                   const adt_geometry_t &remote_geometry, const int64_t *into, uint64_t *marks, std::vector<Run> &out) {
+    const bool merge = contiguous(local_geometry) && contiguous(remote_geometry);
+    const uint64_t local_blocks = local_geometry.num_blocks;
+    const uint64_t remote_blocks = remote_geometry.num_blocks;
+    const uint64_t local_stride = local_geometry.block_stride;
+    const uint64_t remote_stride = remote_geometry.block_stride;
     const uint64_t bytes = local_geometry.block_bytes;
-    size_t used = 0;
-    for (size_t i = 0; i < count; ++i) {
-        const uint64_t l = static_cast<uint64_t>(local[i]) * local_geometry.block_stride;
-        const uint64_t r = static_cast<uint64_t>(remote[i]) * remote_geometry.block_stride;
-        if (merge && used > 0 && runs[used - 1].local + runs[used - 1].length == l &&
-            runs[used - 1].remote + runs[used - 1].length == r) {
-            runs[used - 1].length += bytes;
-        } else {
-            runs[used++] = {l, r, bytes};
+    if (out.size() < count) out.resize(count);
+    Run *const runs = out.data();
+    Run *run = runs;
+    uint64_t local_end = UINT64_MAX;  // of the run before: no block begins there yet
+    uint64_t remote_end = UINT64_MAX;
+    size_t i = 0;
+    for (; i < count; ++i) {
+        const auto l = static_cast<uint64_t>(local[i]);  // a negative index is outside, too: as unsigned it is huge
+        const auto r = static_cast<uint64_t>(remote[i]);
+        if (l >= local_blocks || r >= remote_blocks) break;
+        if (marks != nullptr) {
+            const auto index = static_cast<uint64_t>(into[i]);
+            const uint64_t bit = uint64_t{1} << (index % 64);
+            const uint64_t word = marks[index / 64];
+            if ((word & bit) != 0) break;
+            marks[index / 64] = word | bit;
         }
+        // What is written lies in another core's cache, which read the runs of an earlier transfer.
+        if (i + kAhead < count) __builtin_prefetch(run + kAhead, 1);
+        const uint64_t here = l * local_stride;
+        const uint64_t there = r * remote_stride;
+        if (merge && here == local_end && there == remote_end) {
+            run[-1].length += bytes;
+        } else {
+            *run++ = {here, there, bytes};
+        }
+        local_end = here + bytes;
+        remote_end = there + bytes;
     }
-    out.resize(used);
+    out.resize(static_cast<size_t>(run - runs));
+    return i;
+}
+
+// Checks two lists of blocks and makes their runs. False: `check` finds out what is wrong, or that nothing is.
+bool checked_pair(const Selection &local, const Selection &remote, size_t count, const adt_geometry_t &local_geometry,
+                  const adt_geometry_t &remote_geometry, bool local_is_destination, std::vector<Run> &out) {
+    const int64_t *const into = local_is_destination ? local.blocks : remote.blocks;
+    const uint64_t blocks = local_is_destination ? local_geometry.num_blocks : remote_geometry.num_blocks;
+    const auto pair = [&](uint64_t *marks) {
+        return pair_blocks(local.blocks, remote.blocks, count, local_geometry, remote_geometry, into, marks, out);
+    };
+    if (rises(into, count)) return pair(nullptr) == count;
+    if (blocks > kMostBits) return false;
+    Marks seen(blocks);
+    const size_t marked = pair(seen.words());
+    seen.clear(into, marked);
+    return marked == count;
 }
 
 }  // namespace
@@ -209,18 +254,23 @@ void pair_blocks(const int64_t *local, const int64_t *remote, size_t count, cons
 BlockFault make_runs(const Selection &local, const Selection &remote, size_t count, uint64_t bytes,
                      const adt_geometry_t &local_geometry, const adt_geometry_t &remote_geometry,
                      bool local_is_destination, bool same_cache, std::vector<Run> &out) {
+    const bool lists = !local.is_slot && !remote.is_slot;
+    if (lists && !same_cache &&
+        checked_pair(local, remote, count, local_geometry, remote_geometry, local_is_destination, out)) {
+        return {};
+    }
     BlockFault fault = check(local, remote, count, bytes, local_geometry, remote_geometry, local_is_destination);
     if (fault.kind == BlockFault::none && same_cache) {
         fault = find_reuse(local_is_destination ? remote : local, local_is_destination ? local : remote, count, bytes,
                            local_geometry.num_blocks);
     }
     if (fault.kind != BlockFault::none) return fault;
-    // A slot is one piece of memory; blocks are where none of the lists' sides has gaps.
-    const bool merge = (local.is_slot || contiguous(local_geometry)) && (remote.is_slot || contiguous(remote_geometry));
-    if (!local.is_slot && !remote.is_slot) {
-        pair_blocks(local.blocks, remote.blocks, count, local_geometry, remote_geometry, merge, out);
+    if (lists) {
+        pair_blocks(local.blocks, remote.blocks, count, local_geometry, remote_geometry, nullptr, nullptr, out);
         return {};
     }
+    // A slot is one piece of memory; blocks are where none of the lists' sides has gaps.
+    const bool merge = (local.is_slot || contiguous(local_geometry)) && (remote.is_slot || contiguous(remote_geometry));
     out.clear();
     if (local.is_slot && remote.is_slot) {
         if (bytes > 0) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 
 #include <thread>
@@ -26,6 +27,15 @@ std::thread start_thread(const char *name, Function &&function) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     pthread_setname_np(thread.native_handle(), name);
     return thread;
+}
+
+// For threads that others wake in the middle of a call. Where no core is idle, the kernel would let the one that wakes
+// take the core of the one that posts: the event loop's, or a model's, which records a layer. Under this policy it
+// waits for its turn, with the same share of time. A policy that somebody chose for the process is kept, and where the
+// kernel refuses only that turn comes too early.
+inline void yield_to_whoever_wakes() {
+    const sched_param none{};
+    if (sched_getscheduler(0) == SCHED_OTHER) sched_setscheduler(0, SCHED_BATCH, &none);
 }
 
 }  // namespace adt
