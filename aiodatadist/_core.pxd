@@ -569,3 +569,21 @@ cdef class Pair:
     cdef finish_at_once(self, transfer, int opcode, uint64_t nbytes)
     cdef bint finish_later(self, transfer, uint64_t nbytes) except -1
     cdef count(self, bint pull, uint64_t nbytes)
+
+
+cdef class ShortWay:
+    cdef dict links
+    cdef unsigned long thread_id
+    cdef object loop
+    cdef object is_running
+    cdef bint shows_thread
+    cdef object no_timeout
+    cdef start_short(self, int opcode, key, cache, local_blocks, remote_blocks, timeout)
+
+
+cdef class HasTable:
+    cdef public dict table
+
+
+cdef class HasPairs:
+    cdef public dict pairs

@@ -1,6 +1,8 @@
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, Self, SupportsIndex, TypeAlias, final
+from typing import Any, Protocol, Self, SupportsIndex, TypeAlias, TypeVar, final
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 EVENT_PEER_LOST: int
 EVENT_PEER_QUIET: int
@@ -359,8 +361,6 @@ class Pair:
         readable: bool,
         writable: bool,
     ) -> None: ...
-    def pull(self, cache: Any, remote_blocks: Any, local_blocks: Any, timeout: Any) -> Any: ...
-    def push(self, cache: Any, local_blocks: Any, remote_blocks: Any, timeout: Any) -> Any: ...
     def submit_layers(
         self,
         part: _Part,
@@ -376,3 +376,18 @@ class Pair:
     ) -> None: ...
     def cancel(self, op: int) -> None: ...
     def progress(self, op: int) -> int | None: ...
+
+class HasTable:
+    table: dict[Any, Any]
+
+class HasPairs:
+    pairs: dict[int, Pair]
+
+class ShortWay:
+    def _open_short_way(
+        self, links: Mapping[int, Any], thread_id: int, loop: asyncio.AbstractEventLoop, no_timeout: object
+    ) -> None: ...
+    def _close_short_way(self) -> None: ...
+
+def short_pull(default_timeout: object) -> Callable[[_Method], _Method]: ...
+def short_push(default_timeout: object) -> Callable[[_Method], _Method]: ...

@@ -20,6 +20,7 @@ from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.long cimport PyLong_CheckExact
 from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject_Call
+from cpython.pythread cimport PyThread_get_thread_ident
 from cpython.ref cimport Py_DECREF, Py_INCREF
 cimport cython
 from cython.operator cimport dereference as deref
@@ -478,7 +479,10 @@ cdef class Ring:
         failure = None
         for transfer, pair, opcode, nbytes in finished:
             try:
-                if pair is None or transfer._cancelling or transfer.done():
+                if pair is None:
+                    transfer._native_done(ADT_OK, nbytes)
+                elif transfer._cancelling or transfer.done():
+                    (<Pair>pair).hand_over(transfer, opcode)
                     transfer._native_done(ADT_OK, nbytes)
                 else:
                     (<Pair>pair).finish_at_once(transfer, opcode, nbytes)
@@ -961,7 +965,7 @@ cdef class Pair:
 
     def prepare(self, cache, peer, Counts counts, transfer_type, loop, double default_timeout, uint32_t num_tensors,
                 bint readable, bint writable):
-        """Have `pull` and `push` work: all `num_tensors` tensors, from blocks to blocks of one size.
+        """Have `ShortWay` work: all `num_tensors` tensors, from blocks to blocks of one size.
 
         A transfer is a `transfer_type` of `loop`, driven as by `submit` and counted in `counts`.
         """
@@ -976,22 +980,15 @@ cdef class Pair:
         self.readable = readable
         self.writable = writable
 
-    def pull(self, cache, remote_blocks, local_blocks, timeout):
-        """Start a read of whole blocks, or return None where another way has to explain what is wrong.
+    cdef start(self, int opcode, cache, local_blocks, remote_blocks, timeout):
+        """Start a transfer of whole blocks, or return None where another way has to explain what is wrong.
 
         `timeout` is a float; whatever else stands for the default.
         """
-        return self.start(ADT_READ, cache, local_blocks, remote_blocks, timeout) if self.readable else None
-
-    def push(self, cache, local_blocks, remote_blocks, timeout):
-        """Start a write of whole blocks; as `pull`."""
-        return self.start(ADT_WRITE, cache, local_blocks, remote_blocks, timeout) if self.writable else None
-
-    cdef start(self, int opcode, cache, local_blocks, remote_blocks, timeout):
         cdef CSubmitResult result
         cdef double seconds = self.default_timeout
-        if cache is not self.cache:
-            return None  # of another DataDist, or no cache at all
+        if cache is not self.cache or not (self.readable if opcode == ADT_READ else self.writable):
+            return None  # of another DataDist, or no cache at all; or one may not do that
         if type(timeout) is float:
             seconds = timeout
             if not 0.0 < seconds <= 1e9:
@@ -1003,13 +1000,14 @@ cdef class Pair:
             if self.ring.spend(self.cost_base_ns + (result.bytes >> 10) * self.cost_per_kib_ns):
                 self.finish_at_once(transfer, opcode, result.bytes)
                 return transfer
-            self.hand_over(transfer, opcode)
-            self.ring.deferred.append((transfer, self, opcode, result.bytes))
+            transfer._cancelling = False
             transfer._bytes_total = result.bytes
+            self.ring.deferred.append((transfer, self, opcode, result.bytes))
             return transfer
         if result.status == ADT_PENDING or result.executed:
             self.counts.started += 1
             self.hand_over(transfer, opcode)
+            transfer._cancelling = False
             if self.real_time and not result.executed:
                 transfer._native = transfer._plain = self
                 transfer._op = result.op
@@ -1030,7 +1028,6 @@ cdef class Pair:
         transfer._pull = opcode == ADT_READ
         transfer._peer = self.peer
         transfer._then = None
-        transfer._cancelling = False
 
     cdef finish_at_once(self, transfer, int opcode, uint64_t nbytes):
         """End a transfer well that nobody has cancelled."""
@@ -1118,3 +1115,6 @@ cdef class Pair:
         if self.engine.engine.get() != NULL and self.engine.get().progress(op, &done, &total):
             return done
         return None
+
+
+include "_core_short.pxi"

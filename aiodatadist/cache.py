@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from threading import get_ident
-from typing import TYPE_CHECKING, Any, Final, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
@@ -36,12 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_TIMEOUT", "Cache", "CacheManager"]
 
 
-# The defaults, by identity: an equal number of another type takes the long way, which looks at types.
-_ALL: Final = -1
-_KV: Final = 2
-
-
-class CacheManager(CacheRegistry):
+class CacheManager(CacheRegistry, _core.ShortWay):
     """Registers caches and moves blocks: `DataDist.cache_manager`.
 
     Belongs to the loop and the thread of its DataDist: every method raises `WrongLoopError` elsewhere, `ClosedError`
@@ -54,6 +48,7 @@ class CacheManager(CacheRegistry):
         self._waiting = dd._center.waiting_transfers
         self._copies = Copies(self, dd._center.copied)
         self._default_seconds = dd._config.transfer_timeout or 0.0
+        self._open_short_way(dd._links, dd._thread_id, self._loop, DEFAULT_TIMEOUT)
 
     def _on_cache_quiet(self, cache_id: int) -> None:
         self._copies.forget(cache_id)
@@ -200,6 +195,7 @@ class CacheManager(CacheRegistry):
             src_cache, timeout, notify, False,
         )  # fmt: skip
 
+    @_core.short_pull(DEFAULT_TIMEOUT)
     def pull_blocks(
         self,
         src_key: Key,
@@ -261,31 +257,6 @@ class CacheManager(CacheRegistry):
         BlockIndexError, CacheMismatch, CacheNotFound, CacheAccessError, NotLinkedError, ArgumentError, ClosedError
             What is wrong with the call; nothing has started.
         """
-        # The way of nearly all transfers. Whatever does not fit it, for whatever reason, goes the long one.
-        dd = self._dd
-        try:
-            pair = dd._links[src_key[0]].table[src_key].pairs[dst_cache.id]  # type: ignore[index]
-        except (KeyError, TypeError, AttributeError, IndexError):
-            pair = None
-        if (
-            pair is not None
-            and src_blocks is not None
-            and dst_blocks is not None
-            and dst_batch_index is None
-            and src_layer_range is None
-            and dst_layer_range is None
-            and notify is None
-            and size is _ALL
-            and tensor_num_per_layer is _KV
-            and (timeout is DEFAULT_TIMEOUT or type(timeout) is float)
-            and get_ident() == dd._thread_id
-            and self._loop.is_running()
-            and dst_cache._state == "ready"
-            and type(src_key) is not tuple  # which a key equals
-        ):
-            transfer: Transfer[None] | None = pair.pull(dst_cache, src_blocks, dst_blocks, timeout)
-            if transfer is not None:
-                return transfer
         _check_lists(src_blocks, dst_blocks, "pull_cache")
         return self._start_checked(
             Named(_core.READ, src_key, src_blocks, dst_blocks, dst_batch_index, size, src_layer_range,
@@ -293,6 +264,7 @@ class CacheManager(CacheRegistry):
             dst_cache, timeout, notify, wait,
         )  # fmt: skip
 
+    @_core.short_push(DEFAULT_TIMEOUT)
     def push_blocks(
         self,
         dst_key: Key,
@@ -336,31 +308,6 @@ class CacheManager(CacheRegistry):
         BlockIndexError, CacheMismatch, CacheNotFound, CacheAccessError, NotLinkedError, ArgumentError, ClosedError
             What is wrong with the call; nothing has started.
         """
-        # The way of nearly all transfers. Whatever does not fit it, for whatever reason, goes the long one.
-        dd = self._dd
-        try:
-            pair = dd._links[dst_key[0]].table[dst_key].pairs[src_cache.id]  # type: ignore[index]
-        except (KeyError, TypeError, AttributeError, IndexError):
-            pair = None
-        if (
-            pair is not None
-            and src_blocks is not None
-            and dst_blocks is not None
-            and src_batch_index is None
-            and src_layer_range is None
-            and dst_layer_range is None
-            and notify is None
-            and size is _ALL
-            and tensor_num_per_layer is _KV
-            and (timeout is DEFAULT_TIMEOUT or type(timeout) is float)
-            and get_ident() == dd._thread_id
-            and self._loop.is_running()
-            and src_cache._state == "ready"
-            and type(dst_key) is not tuple  # which a key equals
-        ):
-            transfer: Transfer[None] | None = pair.push(src_cache, src_blocks, dst_blocks, timeout)
-            if transfer is not None:
-                return transfer
         _check_lists(src_blocks, dst_blocks, "push_cache")
         return self._start_checked(
             Named(_core.WRITE, dst_key, src_blocks, dst_blocks, src_batch_index, size, src_layer_range,

@@ -99,6 +99,8 @@ class DataDist:
             # From here on the fast paths fail, and the slow ones say why.
             if (dd := face()) is not None:
                 dd._thread_id = _NOWHERE
+                if dd._cache_manager is not None:
+                    dd._cache_manager._close_short_way()
 
         def on_cache_quiet(cache_id: int) -> None:
             if (dd := face()) is not None and dd._cache_manager is not None:

@@ -41,7 +41,6 @@ from .table import (
     LocalRecord,
     LocalTable,
     RemoteEntry,
-    RemoteKey,
     RemoteTable,
     wire_geometry,
     wire_slots,
@@ -103,7 +102,7 @@ class LinkOwner(Protocol):
         """Tell the readers of events."""
 
 
-class Link:
+class Link(_core.HasTable):
     """A link to a peer, valid for one epoch.
 
     Attributes
@@ -171,7 +170,7 @@ class Link:
         self._native.on_settled = self._endpoint_settled
         self._feed = owner.table.feed(self._wake.set)
         self._remote = RemoteTable(self, self.cluster_id, self._native.import_cache)
-        self.table: dict[RemoteKey, RemoteEntry] = self._remote.by_key
+        self.table = self._remote.by_key
         self.slots: dict[CacheKey, tuple[RemoteEntry, int]] = self._remote.by_slot_key
         self._pulled: dict[tuple[int, int, int, int], None] = {}
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from .. import _core
 from ..errors import ArgumentError, ArgumentTypeError, DataDistError, InternalError, ProtocolError
 from ..keys import NO_ID, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, Key
 from ..observe import get_logger
@@ -23,7 +24,6 @@ from . import wire
 if TYPE_CHECKING:
     import asyncio
 
-    from .. import _core
     from ..registry import Cache
     from .links import Link
 
@@ -291,7 +291,7 @@ def _read_geometry(sent: wire.WireGeometry) -> Geometry:
         raise ProtocolError(f"the peer announced an impossible geometry: {why}") from why
 
 
-class RemoteEntry:
+class RemoteEntry(_core.HasPairs):
     """A peer's cache, as this side reaches it.
 
     Attributes
@@ -332,7 +332,6 @@ class RemoteEntry:
         "native",
         "native_device",
         "native_refused",
-        "pairs",
         "slots",
     )
 
@@ -348,7 +347,7 @@ class RemoteEntry:
         self.native_device: _core.RemoteCache | None = None
         self.native_refused: _core.RemoteCache | None = None
         self.error: DataDistError | None = None
-        self.pairs: dict[int, Any] = {}
+        self.pairs = {}
         self.slots: dict[int, CacheKey] = {}
         self.counted = False
         self.addresses: Addresses = _NO_ADDRESSES
