@@ -18,6 +18,7 @@ import builtins
 import codeop
 import contextlib
 import doctest
+import functools
 import importlib
 import inspect
 import io
@@ -36,7 +37,7 @@ from typing import Any
 import pytest
 
 import aiodatadist as adt
-from aiodatadist.commands import COMMANDS
+from aiodatadist.commands import COMMANDS, main
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("README.md", "docs/guide.md", "docs/embedding.md", "docs/migrating.md")
@@ -203,6 +204,16 @@ def test_the_guide_can_be_followed_at_a_prompt() -> None:
         assert not typed, block
 
 
+@functools.cache
+def help_of(*words: str) -> str:
+    """Return what a command prints for --help."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), pytest.raises(SystemExit) as end:
+        main([*words, "--help"])
+    assert end.value.code == 0
+    return said.getvalue()
+
+
 def test_the_shell_commands_of_documents_exist() -> None:
     commands = {command.NAME for command in COMMANDS}
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -224,13 +235,13 @@ def test_the_shell_commands_of_documents_exist() -> None:
                     case ["pytest"]:
                         pass
                     case ["aiodatadist", "serve", role, *options]:
-                        said = run([sys.executable, "-m", "aiodatadist", "serve", role, "--help"], ROOT)
+                        said = help_of("serve", role)
                         assert all(option in said for option in options if option.startswith("--")), command
                     case ["curl", *_]:
                         assert document == "docs/serving.md", command  # tests/test_serve_docs.py has them run
                     case ["aiodatadist", name, *options]:
                         assert name in commands, command
-                        said = run([sys.executable, "-m", "aiodatadist", name, "--help"], ROOT)
+                        said = help_of(name)
                         assert all(option in said for option in options if option.startswith("--")), command
                     case ["python", "-m", "aiodatadist.llm_datadist", "--cpu", script, *_]:
                         assert (ROOT / script).is_file(), command

@@ -217,7 +217,7 @@ async def test_sys_exit_in_the_middle(loop_kind: str, transport: str) -> None:
         async def main():
             async with node() as dd:
                 kv = await enter(dd)
-                dd._config = adt.Config(link_timeout=1.0)
+                dd._config = adt.Config(link_timeout=0.5)
                 await pending(dd, kv)
                 sys.exit(5)
         run(main())
@@ -303,9 +303,10 @@ async def test_exception_in_async_with(loop_kind: str, transport: str) -> None:
             async def main():
                 transfers = []
                 try:
-                    async with adt.DataDist(2, config=adt.Config(transports=(TRANSPORT,), link_timeout=2.0)) as dd:
+                    async with node() as dd:
                         kv = await enter(dd)
                         transfers += await pending(dd, kv)
+                        dd._config = adt.Config(link_timeout=0.5)
                         raise LookupError("mine")
                 except LookupError as error:
                     # Closing ran into the stopped peer; what the block raised counts.

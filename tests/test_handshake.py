@@ -361,7 +361,7 @@ async def test_slow_loris_costs_one_timer() -> None:
             channel = await dial(a.listen_address, b"")
             for byte in wire.Preamble(wire.ConnectionKind.CONTROL).pack():
                 channel.stream.send(bytes([byte]))
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.02)
             await closed_by_peer(channel)
 
         dripping = [asyncio.ensure_future(drip()) for _ in range(20)]

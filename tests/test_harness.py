@@ -12,7 +12,7 @@ OPTIONS = """
 [pytest]
 asyncio_mode = auto
 asyncio_default_fixture_loop_scope = function
-addopts = -p no:cacheprovider
+addopts = -p no:cacheprovider -p no:hypothesispytest
 markers =
     hang_limit: seconds
     keeps_native: leaks
@@ -27,6 +27,8 @@ markers =
 def suite(pytester: pytest.Pytester) -> pytest.Pytester:
     """Return a fresh suite with our conftest.py."""
     pytester.makeini(OPTIONS)
+    # No test there is one of hypothesis, whose import would take most of the time.
+    (pytester.path / "hypothesis.py").write_text("from unittest.mock import Mock\n\nsettings = HealthCheck = Mock()\n")
     pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
     return pytester
 
@@ -75,7 +77,7 @@ def test_hang_fails_with_stacks_and_the_run_goes_on(suite: pytest.Pytester) -> N
     source = """
         import asyncio, pytest
 
-        @pytest.mark.hang_limit(3)
+        @pytest.mark.hang_limit(1.5)
         async def test_hang():
             await asyncio.Event().wait()
 

@@ -520,7 +520,7 @@ async def test_a_connection_that_stalls_leaves_the_link_to_another_transport(acl
     names = ("hixl", "tcp")
     async with (
         spawn(OWNER, transports=names, env={"HIXL_STANDIN_CONNECT_STALLS": "1"}) as peer,
-        adt.DataDist(USER, config=adt.Config(transports=names)) as dd,
+        adt.DataDist(USER, config=adt.Config(transports=names, link_timeout=3.0)) as dd,
     ):
         await peer.cache("kv", tensors=2, shape=(BLOCKS, BLOCK_BYTES), value=3)
         link = await dd.link(peer.info, timeout=30.0)
@@ -607,7 +607,7 @@ async def test_registering_host_memory_that_hixl_refuses_disturbs_no_transfer(hi
 async def test_without_another_transport_the_link_fails_and_says_why() -> None:
     async with (
         spawn(OWNER, transports=("hixl",), env={"HIXL_STANDIN_CONNECT_STALLS": "1"}) as peer,
-        adt.DataDist(USER, config=adt.Config(transports=("hixl",))) as dd,
+        adt.DataDist(USER, config=adt.Config(transports=("hixl",), link_timeout=3.0)) as dd,
     ):
         with pytest.raises(adt.TransportUnavailable, match=r"HIXL cannot connect to 127\.0\.0\.1:"):
             await dd.link(peer.info, timeout=30.0)

@@ -229,11 +229,11 @@ async def test_l4_a_consumer_whose_loop_is_blocked_keeps_its_leases() -> None:
     ):
         cache = owner.cache_manager.register_blocks_cache([np.zeros((8, 8), np.uint8)])
         await peer.call("link", cluster_id=OWNER, address=str(owner.listen_address))
-        lease = owner.cache_manager.hold(cache, [1], 3.0, peer=USER)
+        lease = owner.cache_manager.hold(cache, [1], 2.0, peer=USER)
         await peer.run(f"await dd.adopt_lease({OWNER}, {lease.id})")
         began = time.monotonic()
-        await peer.run("import time; time.sleep(4.0)")
-        assert time.monotonic() - began >= 4.0
+        await peer.run("import time; time.sleep(3.0)")
+        assert time.monotonic() - began >= 3.0
         assert lease.state == "held"
         assert lease.adopted
 

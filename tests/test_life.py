@@ -54,7 +54,7 @@ LIMIT = 2.0  # of silence
 
 @TRANSPORTS
 async def test_peers_that_block_their_loops_stay_linked(transport: str) -> None:
-    """They say nothing for more than twice the heartbeat limit."""
+    """They say nothing for much longer than the limit: who is silent is lost after 1.25 times that, at most."""
     async with contextlib.AsyncExitStack() as stack:
         dd = await stack.enter_async_context(node(transport, heartbeat_limit=LIMIT))
         events = dd.events()
@@ -70,7 +70,7 @@ async def test_peers_that_block_their_loops_stay_linked(transport: str) -> None:
             for peer, way in zip(peers, WAYS, strict=True):
                 await blocking.enter_async_context(peer.blocked(way))
             began = time.monotonic()
-            while time.monotonic() - began < 2.5 * LIMIT:
+            while time.monotonic() - began < 1.9 * LIMIT:
                 for peer in peers:
                     key = adt.BlocksCacheKey(peer.cluster_id)
                     cache.tensors[0][:] = 0
