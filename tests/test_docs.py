@@ -361,6 +361,11 @@ def test_the_whole_error_tree_is_public() -> None:
     assert {name for name in tree if f" {name} " in (errors.__doc__ or "") + " "} == tree - {"DataDistError"}
 
 
+def function(value: Any) -> Any:
+    """Return the Python function behind a class's attribute, if there is one: native code may stand in front of it."""
+    return inspect.unwrap(getattr(value, "__func__", value))
+
+
 def documented(name: str, value: object) -> list[str]:
     """Return the public names in and under a class or function that have no docstring of their own."""
     doc = getattr(value, "__doc__", None)
@@ -370,7 +375,7 @@ def documented(name: str, value: object) -> list[str]:
     if not isinstance(value, type):
         return missing
     for member, found in vars(value).items():
-        found = getattr(found, "__func__", found)
+        found = function(found)
         explained = member.startswith("_") or not isinstance(found, FunctionType | property)
         if not explained and not inspect.getdoc(getattr(value, member)):
             missing.append(f"{name}.{member}")
@@ -399,12 +404,17 @@ def signatures() -> Iterator[tuple[str, Any]]:
     for cls in called:
         yield cls.__name__, cls
         for name, value in vars(cls).items():
-            value = getattr(value, "__func__", value)
+            value = function(value)
             if isinstance(value, FunctionType) and not name.startswith("_"):
                 yield f"{cls.__name__}.{name}", value
     values: list[type] = [adt.CacheDesc, adt.ClusterInfo, adt.BlocksCacheKey, adt.CacheKeyByIdAndIndex, adt.Geometry]
     for cls in values:
         yield cls.__name__, cls
+
+
+def test_all_that_cache_managers_do_is_looked_at() -> None:
+    names = {name for name, _ in signatures()}
+    assert {f"CacheManager.{name}" for name in vars(adt.CacheManager) if not name.startswith("_")} <= names
 
 
 def test_every_parameter_is_described() -> None:
