@@ -578,6 +578,9 @@ cdef class ShortWay:
     cdef object is_running
     cdef bint shows_thread
     cdef object no_timeout
+    cdef object cache_type
+    cdef object blocks_key
+    cdef object id_key
     cdef start_short(self, int opcode, key, cache, local_blocks, remote_blocks, timeout)
 
 

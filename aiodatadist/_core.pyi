@@ -385,7 +385,14 @@ class HasPairs:
 
 class ShortWay:
     def _open_short_way(
-        self, links: Mapping[int, Any], thread_id: int, loop: asyncio.AbstractEventLoop, no_timeout: object
+        self,
+        links: Mapping[int, Any],
+        thread_id: int,
+        loop: asyncio.AbstractEventLoop,
+        no_timeout: object,
+        cache_type: type,
+        blocks_key: type,
+        id_key: type,
     ) -> None: ...
     def _close_short_way(self) -> None: ...
 

@@ -17,6 +17,7 @@ from cpython.buffer cimport (
     PyBUF_STRIDES,
 )
 from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.iterator cimport PyIter_Check
 from cpython.long cimport PyLong_CheckExact
 from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject_Call
@@ -1018,7 +1019,8 @@ cdef class Pair:
             if result.executed:
                 transfer._native_done(result.status, 0)
             return transfer
-        if result.fault.kind != 0:
+        # The long way would find an iterator used up, and miss its blocks.
+        if result.fault.kind != 0 or PyIter_Check(local_blocks) or PyIter_Check(remote_blocks):
             raise self.refusal(opcode, result)
         return None
 

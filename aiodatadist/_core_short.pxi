@@ -21,11 +21,11 @@ cdef class HasPairs:
 cdef class ShortWay:
     """What a manager of caches inherits, so that `short_pull` and `short_push` find what they need."""
 
-    def _open_short_way(self, dict links, unsigned long thread_id, loop, no_timeout):
+    def _open_short_way(self, dict links, unsigned long thread_id, loop, no_timeout, cache_type, blocks_key, id_key):
         """Let transfers go the short way.
 
         `links` are those that are ready, by cluster id; `thread_id` is the loop's, `no_timeout` what stands for
-        the default of a pair.
+        the default of a pair. The rest are the types of a cache and of the keys in a link's table.
         """
         self.links = links
         self.thread_id = thread_id
@@ -35,6 +35,9 @@ cdef class ShortWay:
         self.shows_thread = (getattr(type(loop), "is_running", None) is asyncio.BaseEventLoop.is_running
                              and getattr(loop, "_thread_id", None) == thread_id)
         self.no_timeout = no_timeout
+        self.cache_type = cache_type
+        self.blocks_key = blocks_key
+        self.id_key = id_key
 
     def _close_short_way(self):
         """From here on all transfers go the long way, which says what is wrong."""
@@ -42,8 +45,10 @@ cdef class ShortWay:
 
     cdef start_short(self, int opcode, key, cache, local_blocks, remote_blocks, timeout):
         """Start a transfer of whole blocks, all tensors; or return None where the long way has to look closer."""
-        # A key equals the plain tuple of its fields, which is no key.
-        if self.links is None or not isinstance(key, tuple) or type(key) is tuple or len(<tuple>key) == 0:
+        if self.links is None or type(cache) is not self.cache_type:
+            return None
+        # A key equals every tuple of its fields, and not all of them are keys.
+        if type(key) is not self.blocks_key and type(key) is not self.id_key or len(<tuple>key) == 0:
             return None
         if local_blocks is None or remote_blocks is None:
             return None

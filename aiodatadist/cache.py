@@ -48,7 +48,9 @@ class CacheManager(CacheRegistry, _core.ShortWay):
         self._waiting = dd._center.waiting_transfers
         self._copies = Copies(self, dd._center.copied)
         self._default_seconds = dd._config.transfer_timeout or 0.0
-        self._open_short_way(dd._links, dd._thread_id, self._loop, DEFAULT_TIMEOUT)
+        self._open_short_way(
+            dd._links, dd._thread_id, self._loop, DEFAULT_TIMEOUT, Cache, BlocksCacheKey, CacheKeyByIdAndIndex
+        )
 
     def _on_cache_quiet(self, cache_id: int) -> None:
         self._copies.forget(cache_id)

@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis
 import hypothesis.strategies as st
@@ -24,7 +24,7 @@ import pytest_asyncio
 import aiodatadist as adt
 
 from .pairs import OWNER, USER, Pair, linked, pattern
-from .waiting import PATIENCE
+from .waiting import PATIENCE, until_now
 
 BLOCKS, SHAPE, TENSORS = 8, (8, 3, 4), 4
 KEY = adt.BlocksCacheKey(OWNER)
@@ -700,13 +700,57 @@ def refused_by_all(setting: Setting, kind: type[adt.DataDistError]) -> list[str]
     return wrong
 
 
+class ByBlocks(NamedTuple):
+    cluster_id: int
+    model_id: int
+
+
+class ById(NamedTuple):
+    cluster_id: int
+    cache_id: int
+    batch_index: int
+
+
 @pytest.mark.parametrize("opcode", ["pull", "push"])
-async def test_a_plain_tuple_is_no_key(setting: Setting, opcode: str) -> None:
-    for key in (KEY, adt.CacheKeyByIdAndIndex(OWNER, setting.theirs.id)):
+async def test_a_tuple_that_equals_a_key_is_no_key(setting: Setting, opcode: str) -> None:
+    for key, other in ((KEY, ByBlocks), (adt.CacheKeyByIdAndIndex(OWNER, setting.theirs.id), ById)):
         for _ in range(2):  # before and after the short way knows the pair, whose keys equal tuples
-            with pytest.raises(adt.ArgumentTypeError, match="got tuple"):
-                setting.call(opcode, [0], [1], key=tuple(key))
+            for wrong in (tuple(key), other(*key)):
+                with pytest.raises(adt.ArgumentTypeError, match=f"got {type(wrong).__name__}"):
+                    setting.call(opcode, [0], [1], key=wrong)
             await setting.call(opcode, [], [], key=key)
+
+
+async def test_what_looks_like_a_cache_is_none(setting: Setting) -> None:
+    class Like:
+        @property
+        def id(self) -> int:
+            raise ValueError("nobody asks")
+
+    await setting.call("pull", [], [])
+    for opcode in ("pull", "push"):
+        with pytest.raises(adt.ArgumentTypeError, match="got Like"):
+            setting.call(opcode, [0], [1], cache=Like())
+
+
+@pytest.mark.parametrize("opcode", ["pull", "push"])
+async def test_iterators_are_read_once(setting: Setting, opcode: str) -> None:
+    """What the engine knows before the loop does is told as it is: reading again would find other numbers of blocks."""
+    await setting.call(opcode, [0], [1])
+    _ = setting.pair.owner.cache_manager.unregister_cache(setting.theirs)
+
+    def gone() -> bool:
+        try:
+            setting.call(opcode, [], [])
+        except adt.CacheNotFound:
+            return True
+        return False
+
+    until_now(gone)
+    assert KEY in setting.pair.link.table  # the loop has not heard of it
+    for src, dst in (([2], [3]), (iter([2]), [3]), ([2], iter([3])), (iter([2]), iter([3]))):
+        with pytest.raises(adt.CacheNotFound, match="no such cache"):
+            setting.call(opcode, src, dst)
 
 
 @pytest.mark.loop
