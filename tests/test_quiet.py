@@ -530,7 +530,7 @@ def _shrink_send_buffers() -> None:
 @pytest.mark.parametrize("kind", ["push", "pull"])
 async def test_u8_a_cancel_that_does_not_drain_ends_by_force(kind: str, scale: Any) -> None:
     """The peer does not answer: anyio asks again in every turn of the loop until force has ended the transfer."""
-    config = quiet.config_of("tcp", drain_timeout=0.3, heartbeat_limit=60.0)
+    config = quiet.config_of("tcp", drain_timeout=0.15, heartbeat_limit=60.0)
     async with (
         spawn(next(_ids), transports=("tcp",)) as peer,
         adt.DataDist(next(_ids), config=config) as dd,

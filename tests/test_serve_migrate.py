@@ -19,7 +19,7 @@ from aiodatadist.serve.results import Merged, Result
 from .test_serve import all_idle, client, complete, events, gauges, wait_for
 
 LONG: dict[str, Any] = {
-    "model": "small", "prompt": "Once upon a time", "max_tokens": 1200, "ignore_eos": True, "seed": 5,
+    "model": "small", "prompt": "Once upon a time", "max_tokens": 600, "ignore_eos": True, "seed": 5,
     "return_token_ids": True,
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ pytest.importorskip("threadpoolctl", reason="serving needs threadpoolctl")
 from aiohttp import ClientError, ClientSession
 
 from aiodatadist.commands.serve_cluster import Cluster, local_cluster
-from aiodatadist.serve.config import DEFAULT_LIMITS, RouterConfig
+from aiodatadist.serve.config import DEFAULT_LIMITS
 from aiodatadist.serve.errors import CODES, ServeError
 from aiodatadist.serve.protocol import DecodeJob, PrefillJob
 
@@ -25,7 +25,8 @@ from .test_serve import all_idle, client, complete, wait_for
 from .waiting import reserved_address, until
 
 ASKED: dict[str, Any] = {"prompt": "Once upon a time there was", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
-RESUMES = RouterConfig().heartbeat + DEFAULT_LIMITS.open_time
+HEARTBEAT = 1.0  # half of the usual, for which the test would only wait
+RESUMES = HEARTBEAT + DEFAULT_LIMITS.open_time
 """Seconds after which a cluster serves again: a heartbeat, and the time of the breaker."""
 TICK = 0.02
 
@@ -124,7 +125,7 @@ class Clients:
 @pytest.mark.hang_limit(240)
 async def test_a_router_that_is_restarted_and_workers_serve_again_within_a_heartbeat_and_the_breakers_time() -> None:
     with reserved_address() as here:
-        router_options = ("--port", port_of(here), "--mode", "both")
+        router_options = ("--port", port_of(here), "--mode", "both", "--heartbeat", str(HEARTBEAT))
         worker_options = ("--mode", "both")
         async with (
             client() as http,
