@@ -736,19 +736,19 @@ async def test_layers_wake_a_loop_only_while_somebody_reads_them() -> None:
         assert (await task)[0].error is None
 
 
-def copy_threads() -> list[int]:
-    """Return the ids of the copy threads."""
+def threads_named(name: str) -> list[int]:
+    """Return the ids of the threads of this name."""
     found = []
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as comm:
-            if comm.read() == "adt-copy\n":
+            if comm.read() == f"{name}\n":
                 found.append(int(task))
     return found
 
 
-def copy_policies() -> list[int]:
-    """Return the scheduling policies of the copy threads."""
-    return [os.sched_getscheduler(thread) for thread in copy_threads()]
+def policies(name: str) -> list[int]:
+    """Return the scheduling policies of the threads of this name."""
+    return [os.sched_getscheduler(thread) for thread in threads_named(name)]
 
 
 async def test_copy_threads_leave_the_processor_of_a_model_and_keep_their_own() -> None:
@@ -774,7 +774,8 @@ async def test_copy_threads_leave_the_processor_of_a_model_and_keep_their_own() 
                 await task
                 thread.join()
                 assert layers_there(here, there) == [0, 1, 2, 3]
-        assert [os.sched_getaffinity(thread) for thread in copy_threads()] == [usable] * adt.Config().copy_threads
+        affinities = [os.sched_getaffinity(thread) for thread in threads_named("adt-copy")]
+        assert affinities == [usable] * adt.Config().copy_threads
 
 
 async def test_copy_threads_do_not_take_the_core_of_who_wakes_them() -> None:
@@ -782,7 +783,21 @@ async def test_copy_threads_do_not_take_the_core_of_who_wakes_them() -> None:
     own = os.sched_getscheduler(0)
     wanted = os.SCHED_BATCH if own == os.SCHED_OTHER else own
     async with linked():
-        await until(lambda: copy_policies() == [wanted] * adt.Config().copy_threads)
+        await until(lambda: policies("adt-copy") == [wanted] * adt.Config().copy_threads)
+
+
+async def test_the_progress_thread_waits_for_its_turn_only_to_start_a_long_transfer() -> None:
+    own = os.sched_getscheduler(0)
+    blocks = 4096
+    async with linked() as pair:
+        await pair.offer([np.zeros((blocks, 64), np.uint8)])
+        here = await pair.take([np.zeros((blocks, 64), np.uint8)], remote=None)
+        assert policies("adt-progress") == [own]
+        for _ in range(20):
+            order = np.random.default_rng(0).permutation(blocks)
+            await pair.user.cache_manager.pull_blocks(adt.BlocksCacheKey(OWNER), here, order, order)
+            # Deadlines and fences are its work again, which a slice of others' would make late.
+            await until(lambda: policies("adt-progress") == [own])
 
 
 class WhyNot(Exception):

@@ -5,6 +5,7 @@
 #include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -284,8 +285,16 @@ void Engine::kick() {
     [[maybe_unused]] const ssize_t n = ::write(kick_.get(), &one, sizeof(one));
 }
 
+// Wakes the progress thread for a long transfer, and for that alone has it wait for its turn: a deadline or a fence may
+// not come a slice late where all cores are busy.
+void Engine::kick_to_start() {
+    const pid_t thread = progress_thread_.load();
+    if (thread != 0 && yield_to_whoever_wakes(thread)) yields_.store(true);
+    kick();  // last: it takes the policy back
+}
+
 void Engine::run() {
-    yield_to_whoever_wakes();  // a loop that starts a long transfer
+    progress_thread_.store(static_cast<pid_t>(::syscall(SYS_gettid)));
     for (;;) {
         const int timeout = wait_ms();
         {
@@ -319,6 +328,7 @@ void Engine::progress_once(int timeout_ms) {
             case Ready::kick: {
                 uint64_t count = 0;
                 [[maybe_unused]] const ssize_t got = ::read(kick_.get(), &count, sizeof(count));
+                if (yields_.exchange(false)) yield_no_more();
                 pump_starting();
                 break;
             }
@@ -551,7 +561,7 @@ void Engine::enqueue(Section &s, Op &op, bool later) {
         pump(s, lane);
     } else if (lane.inflight < lane.depth) {
         starting_.push_back(op.id);
-        s.defer([this] { kick(); });
+        s.defer([this] { kick_to_start(); });
     }
 }
 

@@ -724,6 +724,7 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
     void fire(Section &s, const Timer &timer);
     Timers::iterator add_timer(uint64_t at_ns, TimerKind kind, uint64_t id);
     void kick();
+    void kick_to_start();
 
     const EngineAlive alive_;  // first, so that it is the last to go
     const Options options_;
@@ -745,6 +746,8 @@ class Engine : public std::enable_shared_from_this<Engine>, Counted<Live::engine
     std::vector<std::unique_ptr<Batch>> spare_batches_;
     std::vector<std::vector<Run>> spare_runs_;
     std::vector<uint64_t> starting_;  // operations whose first batches the progress thread posts
+    std::atomic<pid_t> progress_thread_{0};
+    std::atomic<bool> yields_{false};  // it lets others go first, until it has read the next kick
     std::unordered_map<uint64_t, std::shared_ptr<Peer>> peers_;
     std::unordered_map<uint64_t, std::shared_ptr<Node>> nodes_;
     std::unordered_map<uint64_t, std::unique_ptr<Lease>> leases_;

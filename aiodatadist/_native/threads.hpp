@@ -32,10 +32,16 @@ std::thread start_thread(const char *name, Function &&function) {
 // For threads that others wake in the middle of a call. Where no core is idle, the kernel would let the one that wakes
 // take the core of the one that posts: the event loop's, or a model's, which records a layer. Under this policy it
 // waits for its turn, with the same share of time. A policy that somebody chose for the process is kept, and where the
-// kernel refuses only that turn comes too early.
-inline void yield_to_whoever_wakes() {
+// kernel refuses only that turn comes too early. 0: the calling thread. Returns whether the policy is another now.
+inline bool yield_to_whoever_wakes(pid_t thread = 0) {
     const sched_param none{};
-    if (sched_getscheduler(0) == SCHED_OTHER) sched_setscheduler(0, SCHED_BATCH, &none);
+    return sched_getscheduler(thread) == SCHED_OTHER && sched_setscheduler(thread, SCHED_BATCH, &none) == 0;
+}
+
+// The calling thread is over with that.
+inline void yield_no_more() {
+    const sched_param none{};
+    sched_setscheduler(0, SCHED_OTHER, &none);
 }
 
 }  // namespace adt
