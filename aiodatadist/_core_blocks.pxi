@@ -111,10 +111,19 @@ cdef bint read_block_buffer(object blocks, vector[int64_t] &out, str name) excep
             else:
                 for i in range(n):
                     out[i] = (<uint32_t *>(at + i * step))[0]
-        else:
-            array = memoryview(blocks)
+        elif view.itemsize == 2:
+            if signed:
+                for i in range(n):
+                    out[i] = (<int16_t *>(at + i * step))[0]
+            else:
+                for i in range(n):
+                    out[i] = (<uint16_t *>(at + i * step))[0]
+        elif signed:
             for i in range(n):
-                out[i] = array[i]
+                out[i] = (<int8_t *>(at + i * step))[0]
+        else:
+            for i in range(n):
+                out[i] = (<uint8_t *>(at + i * step))[0]
     finally:
         PyBuffer_Release(&view)
     return True

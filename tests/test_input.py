@@ -278,12 +278,15 @@ def good_blocks() -> dict[str, Callable[[list[int]], Any]]:
         "memoryview backwards": lambda b: memoryview(array.array("l", b[::-1]))[::-1],
         "read-only array": lambda b: np.frombuffer(np.array(b, np.int64).tobytes(), np.int64),
         "bytearray": bytearray,
-        "ctypes": lambda b: (ctypes.c_int32 * len(b))(*b),
         "generator": lambda b: (i for i in b),
         "dict keys": lambda b: dict.fromkeys(b).keys(),
     }
     for code in "bBhHiIlLqQ":
         forms[f"array.array {code}"] = lambda b, code=code: array.array(code, b)
+    # Their format names the byte order, which a memoryview does not read.
+    for bits in (8, 16, 32, 64):
+        for kind in (f"c_int{bits}", f"c_uint{bits}"):
+            forms[f"ctypes {kind}"] = lambda b, kind=kind: (getattr(ctypes, kind) * len(b))(*b)
     for dtype in ("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "intp", "uintp"):
         forms[dtype] = lambda b, dtype=dtype: np.array(b, dtype)
         forms[f"{dtype} strided"] = lambda b, dtype=dtype: np.repeat(np.array(b, dtype), 3)[::3]
