@@ -34,6 +34,8 @@ SETTLE_SECONDS = 30.0
 _required: set[str] = set()
 _scale = 1.0
 _loop_errors: list[dict[str, Any]] = []
+# Native objects by kind that tests which failed have left, at most.
+_left_behind: dict[str, int] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -351,6 +353,17 @@ def _live_objects() -> dict[str, int]:
     return {kind: n for kind, n in count().items() if n} if count else {}
 
 
+def _still_alive() -> dict[str, int]:
+    """Return the native objects that are alive after a test and were not left by one before it, by kind."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
+        alive = {kind: n for kind, n in _live_objects().items() if n > _left_behind.get(kind, 0)}
+        if not alive or time.monotonic() >= deadline:
+            return alive
+        time.sleep(0.01)
+        gc.collect()
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     with _hang_limit(_limit_of(item), _stderr_of(item.config)):
@@ -365,14 +378,12 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
         gc.collect()
         errors = list(_loop_errors)
         _loop_errors.clear()
-        # The traceback of a failed test keeps its frames, and with them its objects.
-        if not item.stash.get(_failed, False) and not item.get_closest_marker("keeps_native"):
-            deadline = time.monotonic() + SETTLE_SECONDS
-            while (alive := _live_objects()) and time.monotonic() < deadline:
-                time.sleep(0.01)
-                gc.collect()
-            if alive:
-                pytest.fail(f"native objects are still alive after the test: {alive}", pytrace=False)
+        if item.stash.get(_failed, False):
+            # The traceback of a failed test keeps its frames, and with them its objects: the next tests bear no blame.
+            _left_behind.update(_live_objects())
+        elif not item.get_closest_marker("keeps_native") and (alive := _still_alive()):
+            _left_behind.update(_live_objects())
+            pytest.fail(f"native objects are still alive after the test: {alive}", pytrace=False)
         if errors:
             listed = "\n".join(f"  {error}" for error in errors)
             pytest.fail(f"the event loop's exception handler was called:\n{listed}", pytrace=False)

@@ -164,23 +164,37 @@ def test_native_leak_fails_the_test(suite: pytest.Pytester) -> None:
 
         def leak():
             global alive
-            alive = 1
+            alive += 1
 
         def test_clean():
             pass
 
+        @pytest.mark.keeps_native
+        def test_may_leak():
+            leak()
+
         def test_leaks():
             leak()
 
-        @pytest.mark.keeps_native
-        def test_may_leak():
+        def test_is_not_blamed_for_the_leak_before():
+            pass
+
+        def test_fails():
+            leak()
+            assert False
+
+        def test_is_not_blamed_for_what_a_failure_keeps():
+            pass
+
+        def test_leaks_more():
             leak()
     """
     conftest = suite.path / "conftest.py"
     conftest.write_text(conftest.read_text().replace("SETTLE_SECONDS = 30.0", "SETTLE_SECONDS = 0.1"))
     result = run(suite, source)
-    result.assert_outcomes(passed=3, errors=1)
-    result.stdout.fnmatch_lines(["*still alive after the test: {'op': 1}*"])
+    result.assert_outcomes(passed=6, failed=1, errors=2)
+    result.stdout.fnmatch_lines(["*test_leaks*", "*still alive after the test: {'op': 2}*"])
+    result.stdout.fnmatch_lines(["*test_leaks_more*", "*still alive after the test: {'op': 4}*"])
 
 
 def test_scale_and_seeds(suite: pytest.Pytester) -> None:
