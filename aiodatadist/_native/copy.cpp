@@ -138,13 +138,14 @@ void store_fence() {
 #endif
 }
 
-CopyPool::CopyPool(unsigned threads, Run run) : run_(std::move(run)) {
+CopyPool::CopyPool(unsigned threads, Run run) : run_(std::move(run)), places_(threads) {
+    for (std::atomic<int> &place : places_) place.store(-1, std::memory_order_relaxed);
     threads_.reserve(threads);
     try {
         for (unsigned i = 0; i < threads; ++i) {
-            threads_.push_back(start_thread("adt-copy", [this] {
+            threads_.push_back(start_thread("adt-copy", [this, i] {
                 yield_to_whoever_wakes();
-                work();
+                work(i);
             }));
         }
     } catch (...) {
@@ -204,16 +205,42 @@ bool CopyPool::run_one() {
     return true;
 }
 
-void CopyPool::work() {
+// Moves this thread away from another one of the pool that copies on the same processor. Woken together, two may come
+// to one queue, and stay there for a whole transfer while the other processor idles (docs/design.md).
+void CopyPool::spread(size_t number) {
+    const int cpu = sched_getcpu();
+    places_[number].store(cpu, std::memory_order_relaxed);
+    for (size_t i = 0; i < places_.size(); ++i) {
+        if (i == number || places_[i].load(std::memory_order_relaxed) != cpu) continue;
+        leave_processor(cpu);
+        places_[number].store(sched_getcpu(), std::memory_order_relaxed);
+        return;
+    }
+}
+
+void CopyPool::work(size_t number) {
     copying_for = this;
     std::unique_lock<std::mutex> lock(mu_);
     for (;;) {
-        wake_.wait(lock, [this] { return stopping_ || !queue_.empty() || !background_.empty(); });
+        if (!stopping_ && queue_.empty() && background_.empty()) {
+            places_[number].store(-1, std::memory_order_relaxed);
+            ++asleep_;
+            stepped_aside_ = false;
+            wake_.wait(lock, [this] { return stopping_ || !queue_.empty() || !background_.empty(); });
+            --asleep_;
+        }
         if (!queue_.empty()) {
             adt_batch_t *batch = queue_.front();
             queue_.pop_front();
+            // One that was woken for the next batch may wait for this processor: it goes elsewhere as soon as it runs.
+            const bool aside = asleep_ > 0 && !queue_.empty() && !std::exchange(stepped_aside_, true);
             lock.unlock();
-            leave_processor(batch->model_cpu);
+            if (batch->model_cpu >= 0) {
+                leave_processor(batch->model_cpu);
+            } else {
+                spread(number);
+            }
+            if (aside) sched_yield();
             run_(batch);
             lock.lock();
         } else if (stopping_) {

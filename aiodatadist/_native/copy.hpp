@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -48,14 +49,18 @@ class CopyPool {
     bool run_one();  // step mode: runs one queued batch in the calling thread
 
   private:
-    void work();
+    void work(size_t number);
     void stop();
+    void spread(size_t number);
 
     const Run run_;
+    std::vector<std::atomic<int>> places_;  // the processor on which each thread copies, or -1
     std::mutex mu_;
     std::condition_variable wake_;
     std::deque<adt_batch_t *> queue_;
     std::deque<std::function<bool()>> background_;
+    unsigned asleep_ = 0;         // threads that wait, or were woken and had no processor since
+    bool stepped_aside_ = false;  // for one of them
     bool stopping_ = false;
     std::vector<std::thread> threads_;
 };
