@@ -778,12 +778,16 @@ async def test_copy_threads_leave_the_processor_of_a_model_and_keep_their_own() 
         assert affinities == [usable] * adt.Config().copy_threads
 
 
-async def test_copy_threads_do_not_take_the_core_of_who_wakes_them() -> None:
+async def test_threads_that_a_post_wakes_do_not_take_its_core() -> None:
     # One that the whole process runs under is kept.
     own = os.sched_getscheduler(0)
     wanted = os.SCHED_BATCH if own == os.SCHED_OTHER else own
+    config = adt.Config()
     async with linked():
-        await until(lambda: policies("adt-copy") == [wanted] * adt.Config().copy_threads)
+        await until(lambda: policies("adt-copy") == [wanted] * config.copy_threads)
+        await until(lambda: policies("adt-io") == [wanted] * config.io_threads)
+        # An answer to a short request must not wait for others' slices.
+        assert policies("adt-short") == [own]
 
 
 async def test_the_progress_thread_waits_for_its_turn_only_to_start_a_long_transfer() -> None:

@@ -157,14 +157,18 @@ class Tcp {
         epoll_ctl(bulk_.get(), EPOLL_CTL_ADD, stop_.get(), &interest);
         epoll_ctl(short_.get(), EPOLL_CTL_ADD, stop_.get(), &interest);
         const auto work_at = [this](const Fd &epoll) {
-            return [this, &epoll] {
-                while (turn(epoll, -1)) {
-                }
-            };
+            while (turn(epoll, -1)) {
+            }
         };
         try {
-            for (unsigned i = 0; i < params.threads; ++i) threads_.push_back(start_thread("adt-io", work_at(bulk_)));
-            if (!stepped_) threads_.push_back(start_thread("adt-short", work_at(short_)));
+            for (unsigned i = 0; i < params.threads; ++i) {
+                threads_.push_back(start_thread("adt-io", [this, work_at] {
+                    // A post wakes it in the middle of a call.
+                    yield_to_whoever_wakes();
+                    work_at(bulk_);
+                }));
+            }
+            if (!stepped_) threads_.push_back(start_thread("adt-short", [this, work_at] { work_at(short_); }));
         } catch (...) {
             stop();
             throw;
