@@ -38,6 +38,8 @@ _SUBMIT_TENSORS: Final = 64
 _SUBMIT_BYTES: Final = 64
 """Bytes of a block: small, so that what follows each submit is over soon."""
 _SUBMITS: Final = 5
+_COLD_READS: Final = 2 * _SUBMIT_BLOCKS
+"""As many numbers as a submit reads. What they take where no cache holds them tells slow minutes of the machine."""
 _RUN: Final = 10_000
 """Neighbouring blocks that should cost what one copy costs."""
 
@@ -565,7 +567,9 @@ class Session:
                 steps[f"{tensors}, lists"] = submit(site, there.tolist(), here.tolist())
                 await self._verify(site, "submit", path, steps[f"{tensors}, lists"], True)
                 await self._verify(site, "submit", path, steps[f"{tensors}, arrays"], True)
+            steps["cold"] = _cold_reads(self._scale.nbytes)
             found = await in_turn(steps, self._scale.repeat)
+        self._rows.add(f"submit reading {_COLD_READS:,} cold numbers", path, None, found.pop("cold"), "us", "lower")
         limit = f"{_SUBMIT_MICROS / 1e3} ms", [_SUBMIT_MICROS]
         for name, micros in found.items():
             name = f"submit {_SUBMIT_BLOCKS:,} blocks x {name}"
@@ -589,6 +593,22 @@ def _counted(count: int, what: str) -> str:
 def _bound(function: Callable[..., Awaitable[Any]], *arguments: Any) -> Callable[[], Awaitable[Any]]:
     async def step() -> Any:
         return await function(*arguments)
+
+    return step
+
+
+def _cold_reads(nbytes: int) -> Callable[[], Awaitable[float]]:
+    """Read numbers all over memory of this size; return the microseconds."""
+    numbers = np.arange(max(_COLD_READS, nbytes // 8))
+    places = [scattered(len(numbers), _COLD_READS, seed) for seed in range(_SUBMITS)]
+
+    async def step() -> float:
+        took = []
+        for place in places:
+            began = perf_counter()
+            numbers.take(place)
+            took.append(perf_counter() - began)
+        return float(np.median(took)) * 1e6
 
     return step
 
