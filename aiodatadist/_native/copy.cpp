@@ -118,7 +118,11 @@ void leave_processor(int cpu) {
     if (sched_getaffinity(0, sizeof(all), &all) != 0 || !CPU_ISSET(cpu, &all) || CPU_COUNT(&all) < 2) return;
     cpu_set_t others = all;
     CPU_CLR(cpu, &others);
-    if (sched_setaffinity(0, sizeof(others), &others) == 0) sched_setaffinity(0, sizeof(all), &all);
+    if (sched_setaffinity(0, sizeof(others), &others) != 0) return;
+    cpu_set_t now;
+    // Unless somebody has given it others meanwhile.
+    if (sched_getaffinity(0, sizeof(now), &now) == 0 && CPU_EQUAL(&now, &others))
+        sched_setaffinity(0, sizeof(all), &all);
 }
 
 }  // namespace
@@ -138,7 +142,8 @@ void store_fence() {
 #endif
 }
 
-CopyPool::CopyPool(unsigned threads, Run run) : run_(std::move(run)), places_(threads) {
+CopyPool::CopyPool(unsigned threads, Run run)
+    : run_(std::move(run)), crowded_(threads > usable_cores()), places_(threads) {
     for (std::atomic<int> &place : places_) place.store(-1, std::memory_order_relaxed);
     threads_.reserve(threads);
     try {
@@ -206,20 +211,38 @@ bool CopyPool::run_one() {
 }
 
 // Moves this thread away from another one of the pool that copies on the same processor. Woken together, two may come
-// to one queue, and stay there for a whole transfer while the other processor idles (docs/design.md).
-void CopyPool::spread(size_t number) {
+// to one queue, and stay there for a whole transfer while the other processor idles (docs/design.md). `lock`, on `mu_`,
+// is let go of meanwhile. Returns whether it was.
+bool CopyPool::spread(size_t number, std::unique_lock<std::mutex> &lock) {
     const int cpu = sched_getcpu();
     places_[number].store(cpu, std::memory_order_relaxed);
+    if (crowded_) return false;
     for (size_t i = 0; i < places_.size(); ++i) {
         if (i == number || places_[i].load(std::memory_order_relaxed) != cpu) continue;
+        // The other one would go as well, if it saw this one here until there is room elsewhere.
+        places_[number].store(-1, std::memory_order_relaxed);
+        lock.unlock();
         leave_processor(cpu);
+        lock.lock();
         places_[number].store(sched_getcpu(), std::memory_order_relaxed);
-        return;
+        return true;
     }
+    return false;
+}
+
+// Lets go of the processor once where a batch is left over for another thread that was woken and has not come: it may
+// wait for this processor, and goes elsewhere as soon as it runs. Returns whether it did.
+bool CopyPool::step_aside(std::unique_lock<std::mutex> &lock) {
+    if (asleep_ == 0 || queue_.size() < 2 || std::exchange(stepped_aside_, true)) return false;
+    lock.unlock();
+    sched_yield();
+    lock.lock();
+    return true;
 }
 
 void CopyPool::work(size_t number) {
     copying_for = this;
+    bool placed = false;  // for the next batch: with one try, because there may be no better place
     std::unique_lock<std::mutex> lock(mu_);
     for (;;) {
         if (!stopping_ && queue_.empty() && background_.empty()) {
@@ -228,19 +251,22 @@ void CopyPool::work(size_t number) {
             stepped_aside_ = false;
             wake_.wait(lock, [this] { return stopping_ || !queue_.empty() || !background_.empty(); });
             --asleep_;
+            placed = false;
+        }
+        // Before a batch is taken, which then waits for this thread alone. A layer's has a rule of its own.
+        if (!placed && !queue_.empty() && queue_.front()->model_cpu < 0) {
+            placed = true;
+            if (spread(number, lock) || step_aside(lock)) continue;
         }
         if (!queue_.empty()) {
             adt_batch_t *batch = queue_.front();
             queue_.pop_front();
-            // One that was woken for the next batch may wait for this processor: it goes elsewhere as soon as it runs.
-            const bool aside = asleep_ > 0 && !queue_.empty() && !std::exchange(stepped_aside_, true);
+            placed = false;
             lock.unlock();
             if (batch->model_cpu >= 0) {
                 leave_processor(batch->model_cpu);
-            } else {
-                spread(number);
+                places_[number].store(sched_getcpu(), std::memory_order_relaxed);
             }
-            if (aside) sched_yield();
             run_(batch);
             lock.lock();
         } else if (stopping_) {

@@ -51,9 +51,11 @@ class CopyPool {
   private:
     void work(size_t number);
     void stop();
-    void spread(size_t number);
+    bool spread(size_t number, std::unique_lock<std::mutex> &lock);
+    bool step_aside(std::unique_lock<std::mutex> &lock);
 
     const Run run_;
+    const bool crowded_;                    // more threads than processors: there is nowhere else to go
     std::vector<std::atomic<int>> places_;  // the processor on which each thread copies, or -1
     std::mutex mu_;
     std::condition_variable wake_;

@@ -62,14 +62,6 @@ constexpr size_t kLongChunks = 2048;  // of an operation: beyond, another thread
 constexpr size_t kSpareRuns = 8;      // lists of runs, of at most so many:
 constexpr size_t kMostSpareRuns = 65536;
 
-// Cores that this process may run on.
-unsigned usable_cores() {
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    if (sched_getaffinity(0, sizeof(set), &set) != 0) return std::max(1U, std::thread::hardware_concurrency());
-    return static_cast<unsigned>(CPU_COUNT(&set));
-}
-
 struct Shared {
     std::mutex mu;
     std::shared_ptr<Engine> engine;

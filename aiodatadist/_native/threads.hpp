@@ -6,6 +6,7 @@
 #include <sched.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <thread>
 #include <utility>
 
@@ -27,6 +28,14 @@ std::thread start_thread(const char *name, Function &&function) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     pthread_setname_np(thread.native_handle(), name);
     return thread;
+}
+
+// Processors that this thread may run on.
+inline unsigned usable_cores() {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    if (sched_getaffinity(0, sizeof(set), &set) != 0) return std::max(1U, std::thread::hardware_concurrency());
+    return static_cast<unsigned>(CPU_COUNT(&set));
 }
 
 // For threads that others wake in the middle of a call. Where no core is idle, the kernel would let the one that wakes
