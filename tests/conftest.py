@@ -34,7 +34,7 @@ SETTLE_SECONDS = 30.0
 _required: set[str] = set()
 _scale = 1.0
 _loop_errors: list[dict[str, Any]] = []
-# Native objects by kind that tests which failed have left, at most.
+# Native objects by kind that were alive after the last test: without a failure, none.
 _left_behind: dict[str, int] = {}
 
 
@@ -372,17 +372,19 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
+    global _left_behind
     with _hang_limit(_limit_of(item), _stderr_of(item.config)):
         result = yield
         # All function fixtures are down, the loop is closed: nothing of the test may be left.
         gc.collect()
         errors = list(_loop_errors)
         _loop_errors.clear()
-        if item.stash.get(_failed, False):
-            # The traceback of a failed test keeps its frames, and with them its objects: the next tests bear no blame.
-            _left_behind.update(_live_objects())
-        elif not item.get_closest_marker("keeps_native") and (alive := _still_alive()):
-            _left_behind.update(_live_objects())
+        keeps = item.get_closest_marker("keeps_native") is not None
+        # The traceback of a failed test keeps its frames, and with them its objects: the next tests bear no blame.
+        alive = {} if keeps or item.stash.get(_failed, False) else _still_alive()
+        if not keeps:
+            _left_behind = _live_objects()
+        if alive:
             pytest.fail(f"native objects are still alive after the test: {alive}", pytrace=False)
         if errors:
             listed = "\n".join(f"  {error}" for error in errors)
