@@ -599,14 +599,15 @@ def _bound(function: Callable[..., Awaitable[Any]], *arguments: Any) -> Callable
 
 def _cold_reads(nbytes: int) -> Callable[[], Awaitable[float]]:
     """Read numbers all over memory of this size; return the microseconds."""
-    numbers = np.arange(max(_COLD_READS, nbytes // 8))
-    places = [scattered(len(numbers), _COLD_READS, seed) for seed in range(_SUBMITS)]
+    numbers = np.arange(nbytes // 8)
+    random = np.random.default_rng(0)
 
     async def step() -> float:
         took = []
-        for place in places:
+        for _ in range(_SUBMITS):
+            places = random.integers(len(numbers), size=_COLD_READS)  # new ones: those before are in a cache
             began = perf_counter()
-            numbers.take(place)
+            numbers.take(places)
             took.append(perf_counter() - began)
         return float(np.median(took)) * 1e6
 
