@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -265,7 +266,8 @@ class _Pending:
         for number, what in enumerate(("starting", "ending")):
             everything, some = ([each[number] for each in found[name]] for name in ("all", "part"))
             add(what, everything, "ms", _beside(f"{part:,}", some))
-        add("memory of", [sum(memory)], "KiB", _beside(f"{part:,}", memory[:1]))
+        # The first eighth lives in part in what was free before.
+        add("memory of", [sum(memory)], "KiB", _beside(f"the second {part:,}", memory[1:2]))
 
     def _start(self, first: int, last: int) -> list[adt.Transfer[None]]:
         site = self._site
@@ -280,19 +282,19 @@ class _Pending:
         finally:
             os.kill(self._pid, signal.SIGCONT)
 
-    async def _memory(self, part: int) -> tuple[float, float]:
-        """Return the KiB that the first eighth took, and the rest."""
+    async def _memory(self, part: int) -> list[float]:
+        """Return the KiB that each eighth took."""
         gc.collect()
+        pending: list[adt.Transfer[None]] = []
         with self._stopped():
-            before = resident()
-            pending = self._start(0, part)
-            between = resident()
-            pending += self._start(part, len(self._pairs))
-            after = resident()
+            levels = [resident()]
+            for first in range(0, len(self._pairs), part):
+                pending += self._start(first, first + part)
+                levels.append(resident())
             self._check(pending)
         await asyncio.gather(*pending)
         # Memory comes in pages and larger pieces.
-        return max(1, between - before) / 1024, max(1, after - between) / 1024
+        return [max(1, after - before) / 1024 for before, after in itertools.pairwise(levels)]
 
     def _timed(self, count: int) -> Callable[[], Awaitable[tuple[float, float]]]:
         async def step() -> tuple[float, float]:
