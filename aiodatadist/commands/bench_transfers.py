@@ -39,7 +39,7 @@ _SUBMIT_BYTES: Final = 64
 """Bytes of a block: small, so that what follows each submit is over soon."""
 _SUBMITS: Final = 5
 _COLD_READS: Final = 2 * _SUBMIT_BLOCKS
-"""As many numbers as a submit reads. What they take where no cache holds them tells slow minutes of the machine."""
+"""As many numbers as a submit reads, in places that no cache holds: how slow memory was in that minute."""
 _RUN: Final = 10_000
 """Neighbouring blocks that should cost what one copy costs."""
 
